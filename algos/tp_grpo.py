@@ -1,0 +1,393 @@
+"""TurningPoint-GRPO: each step gets the reward it earned, and more at turning points (arXiv 2602.06422).
+
+    python algos/tp_grpo.py                                      # the embedded digits, reward `label`
+    python algos/tp_grpo.py --reward ink --rule trend --no-balanced
+    python algos/tp_grpo.py --resume runs/RUN
+
+Flow-GRPO gives the final image's reward to every step alike, although a good trajectory contains bad steps.
+Here each state of the trajectory is also completed by the ODE, without further noise, and the completed
+images are scored: R[0..n]. A step's reward is the change that it made, R[j] - R[j-1]. A turning point is a
+step that turns the trajectory to the direction in which it then ends; since it shaped everything after it, it
+gets the whole remaining change, R[n] - R[j-1].
+
+Differs from Flow-GRPO in
+    1. `rollout` also completes each state before a stochastic step; all n + 1 images are scored.
+    2. `step_rewards` turns R (P, G, n+1) into one reward per step (P, G, n).
+    3. Advantages are normalised within the group step by step, and each step is trained with its own.
+Everything else is the same code.
+
+Symbols
+    paper               here              shape         range
+    R(x_0)              R[n]              (P, G)        any: reward of the trajectory's own image
+    R(x_t^ODE)          R[j]              (P, G)        any: reward after j stochastic steps and the ODE
+    r_t (Eq. 7)         d[j]              (P, G)        R[j] - R[j-1], j = 1 .. n; they add up to R[n] - R[0]
+    s_t                 s[j]              (P, G)        sign(d[j]) sign(R[n] - R[0]) in {-1, 0, 1}
+    r_t^agg (Eq. 8)     r_agg[j]          (P, G)        R[n] - R[j-1]
+In code the step j = 1 .. n has index j - 1 in tensors of n steps. Other symbols: algos/flow_grpo.py.
+
+Differs from the authors' code in
+    1. R[0] completes the trajectory's own initial noise (theirs: other noise):
+       test_baseline_shares_the_initial_noise.
+    2. Balancing ranks turning points by the reward they are awarded, r_agg (theirs: R[n] - R[0]), over the
+       whole batch (theirs: each process's sampling batch): test_balance_keeps_the_largest_awards.
+    3. The final image is scored once, so that the last step is never a consistent turning point, also with a
+       reward that jitters (theirs: scored twice): test_last_step_is_never_a_consistent_turning_point.
+    4. A state's first ODE evaluation is shared with its stochastic step, and completions go down the grid
+       together: 55 network evaluations a sample at T = 10 in place of 64: test_wavefront_counts.
+    5. All that algos/flow_grpo.py lists.
+Left out: propagation of turning points to earlier steps (off in the published run), a start without turning
+points.
+"""
+
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bundle: drop
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.optim import AdamW
+
+from shared.command import check_args, run_command
+from shared.grpo import clipped_surrogate, group_advantages
+from shared.pictures import save_turning_points
+from shared.policies import make_policy
+from shared.prompts import load_prompts, sample_groups
+from shared.rewards import make_rewards, score
+from shared.rollout import Rollout, rollout, sample_noise
+from shared.run import Run, StopSignal
+from shared.sde import gaussian_kl, gaussian_log_prob, transition
+from shared.training import (
+    EMA,
+    Evaluation,
+    apply_update,
+    average,
+    gather,
+    micro_batches,
+    own_groups,
+    reward_means,
+    timed,
+)
+
+
+@dataclass
+class Args:
+    """TurningPoint-GRPO: a reward for every step, from ODE completions (arXiv 2602.06422)."""
+
+    algorithm: ClassVar[str] = "tp_grpo"
+
+    # run
+    output_dir: str | None = None
+    """Folder of the run (upstream: save_dir). Default: runs/<algorithm>-<model>-<reward>-<seed>-<time>."""
+    resume: str | None = None
+    """Folder of a run to continue exactly; it needs no other option."""
+    seed: int = 0
+    """Seed of the prompts' order and of all training noise (upstream: seed)."""
+    num_iterations: int = 60
+    """Training iterations, one optimiser update each (upstream: num_epochs)."""
+    eval_every: int = 2
+    """Evaluate every so many iterations, and before the first and after the last (upstream: eval_freq)."""
+    eval_samples: int = 400
+    """Images of an evaluation: the prompts in turn, with noise that is the same in all runs."""
+    eval_steps: int = 20
+    """ODE steps of an evaluation (upstream: sample.eval_num_steps)."""
+    checkpoint_every: int = 10
+    """Save the state every so many iterations, and at the end and on Ctrl-C (upstream: save_freq)."""
+
+    # model
+    model: str = "digits"
+    """The generator: digits (upstream: pretrained.model)."""
+
+    # sampling
+    sampler: Literal["flow", "dance", "cps"] = "flow"
+    """Stochastic step: flow (the paper), dance (DanceGRPO), cps (Flow-CPS) (upstream: sample.sde_type)."""
+    num_steps: int = 10
+    """T: steps of a training trajectory (upstream: sample.num_steps)."""
+    noise_level: float = 0.7
+    """a: strength of the noise (upstream: sample.noise_level)."""
+    sde_window: tuple[int, int] | None = None
+    """START STOP: steps START .. STOP-1 are stochastic and trained. Default: all but the last
+    (upstream: sample.sde_window_range)."""
+    storage_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Trajectories are rounded to and kept in this dtype (upstream: mixed_precision)."""
+
+    # prompts and reward
+    prompts: str = "digits"
+    """A built-in set (digits) or a file: text, one prompt a line, or .jsonl (upstream: dataset)."""
+    num_prompts: int = 8
+    """P: prompts, one group each, per iteration over all processes (upstream: num_batches_per_epoch etc.)."""
+    group_size: int = 16
+    """G: images per prompt (upstream: sample.num_image_per_prompt)."""
+    reward: str = "label"
+    """label, ink, jpeg, or a weighted sum as "label:1,jpeg:0.5" (upstream: reward_fn)."""
+    reward_batch_size: int | None = None
+    """Images in one call of the reward. Default: all of an iteration."""
+
+    # algorithm
+    rule: Literal["consistent", "trend"] = "consistent"
+    """Which steps are turning points: Definition 5.1 (consistent), as in the published run, or 4.1 (trend)
+    (upstream: select_inter_step_only_from_consistent and select_first_step_only_from_consistent)."""
+    balanced: bool = True
+    """Keep equally many turning points of positive and of negative reward (upstream: use_balanced_bonus)."""
+    reward_tolerance: float = 0.0
+    """Reward differences up to this count as 0 in the rule, for rewards that jitter between calls."""
+    completion_batch_size: int | None = None
+    """Rows of one network call that completes trajectories. Default: all that a grid step has."""
+    advantage_std: Literal["group", "batch", "none"] = "group"
+    """Centred rewards are divided by the std of the group, of the batch, or not (upstream: global_std)."""
+    ratio: Literal["exact", "per_dim"] = "exact"
+    """Log-probabilities of the ratio and the KL: summed over the latent's entries, or averaged, as upstream
+    does (clip ranges are then 1e-5 to 1e-3)."""
+    clip_range: float = 0.2
+    """epsilon: the ratio is clipped to 1 - epsilon .. 1 + epsilon (upstream: train.clip_range)."""
+    beta: float = 0.0
+    """beta: weight of the KL to the model before RL (upstream: train.beta)."""
+
+    # optimisation
+    learning_rate: float = 4e-4
+    """AdamW's learning rate (upstream: train.learning_rate)."""
+    weight_decay: float = 1e-4
+    """AdamW's weight decay (upstream: train.adam_weight_decay)."""
+    adam_eps: float = 1e-15
+    """AdamW's epsilon, below the gradients of per_dim, about 1e-8 (upstream: train.adam_epsilon = 1e-8)."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm (upstream: train.max_grad_norm)."""
+    ema_decay: float = 0.0
+    """Decay of the averaged weights that are evaluated and exported; 0: no average (upstream: train.ema)."""
+    micro_batch_size: int | None = None
+    """Trajectories in one network call. Default: all of an iteration. It changes the result by rounding only
+    (upstream: train.batch_size)."""
+
+
+def incremental_rewards(R: Tensor) -> Tensor:
+    """What each step changed: d[j] = R[j] - R[j-1], j = 1 .. n (Eq. 7).
+
+    R: (..., n+1), rewards of the ODE completions after 0 .. n stochastic steps. Returns (..., n). Their sum
+       is R[n] - R[0].
+    """
+    return R[..., 1:] - R[..., :-1]
+
+
+def turning_points(R: Tensor, rule: str = "consistent", tolerance: float = 0.0) -> Tensor:
+    """Which steps turn the trajectory to the direction in which it ends.
+
+    With s[j] = sign(d[j]) sign(R[n] - R[0]), +1 where step j agrees with the overall trend:
+        trend       j >= 2: s[j-1] < 0 and s[j] > 0                              (Definition 4.1)
+                    j  = 1: s[1] > 0
+        consistent  as trend for j >= 2, and sign(d[j]) sign(R[n] - R[j]) > 0    (Definition 5.1)
+                    j  = 1: sign(d[1]) sign(R[n] - R[1]) > 0
+    A consistent turning point is followed by more change in its direction, so |R[n] - R[j-1]| > |d[j]|; the
+    last step, followed by none, is never one. sign(0) = 0 (our choice, the paper has no rule for ties): a
+    step that changes nothing neither ends nor continues a trend, so a turn across a flat step is no turning
+    point.
+
+    R: (..., n+1). rule: "consistent" or "trend". tolerance: |differences| up to it have sign 0. Returns bool
+       (..., n).
+    Raises ValueError for an unknown rule.
+    """
+    if rule not in ("consistent", "trend"):
+        raise ValueError(f'rule must be "consistent" or "trend", not {rule!r}')
+
+    def sign(difference: Tensor) -> Tensor:
+        return torch.where(difference.abs() <= tolerance, 0, difference.sign())
+
+    d = sign(incremental_rewards(R))  # (..., n)
+    s = d * sign(R[..., -1:] - R[..., :1])
+    follows = (
+        d * sign(R[..., -1:] - R[..., 1:]) > 0
+    )  # what comes after step j continues its direction; false at j = n
+    points = torch.zeros_like(d, dtype=torch.bool)
+    points[..., 1:] = (s[..., :-1] < 0) & (s[..., 1:] > 0)
+    if rule == "trend":
+        points[..., 0] = s[..., 0] > 0
+    else:
+        points &= follows
+        points[..., 0] = follows[..., 0]
+    return points
+
+
+def balance(mask: Tensor, r_agg: Tensor) -> Tensor:
+    """Keep equally many turning points with positive and with negative reward (App. D).
+
+    The side with more of them loses those of smallest |r_agg|; of equal ones the later in the batch. If one
+    side is empty, all stay. The scope is the whole tensor, which is the global batch (our choice: the result
+    does not depend on how the batch is split over processes). mask, r_agg: equal shapes. Returns bool, a
+    subset of mask.
+    """
+    positive, negative = mask & (r_agg > 0), mask & (r_agg < 0)
+    keep = min(int(positive.sum()), int(negative.sum()))
+    if keep == 0:
+        return mask
+    kept = mask & (r_agg == 0)
+    for side in (positive, negative):
+        size = torch.where(side, r_agg.abs(), -1.0).flatten()
+        largest = size.sort(descending=True, stable=True).indices[:keep]
+        kept.view(-1)[largest] = True
+    return kept
+
+
+def step_rewards(
+    R: Tensor, rule: str = "consistent", balanced: bool = True, tolerance: float = 0.0
+) -> Tensor:
+    """The reward of every step: r_agg[j] = R[n] - R[j-1] (Eq. 8) at turning points, d[j] elsewhere.
+
+    R: (..., n+1). Returns (..., n). A turning point that balancing drops gets d[j]. Adding a constant to R
+    changes nothing; a positive factor scales the result; negating R negates it.
+    """
+    r_agg = R[..., -1:] - R[..., :-1]
+    points = turning_points(R, rule, tolerance)
+    if balanced:
+        points = balance(points, r_agg)
+    return torch.where(points, r_agg, incremental_rewards(R))
+
+
+def step_loss(
+    policy, trajectory: Rollout, j: int, k: int, cond: dict, sigmas: Tensor, advantages: Tensor, args: Args
+):
+    """The clipped GRPO objective at one trained step of B trajectories, as a loss: the mean over the
+    trajectories.
+
+        loss = mean( max(-A ratio, -A clip(ratio, 1 - epsilon, 1 + epsilon)) + beta KL(policy || reference) )
+
+    j: index among the trained steps; k: its index in the grid sigmas (N+1,). advantages: (B,).
+    Returns the loss () with its gradient, and metrics as floats; kl is None where beta = 0: not computed.
+    """
+    x, x_next = trajectory.latents[:, j], trajectory.latents[:, j + 1]  # (B, *E)
+    step = {"noise_level": args.noise_level, "sigma_clip": sigmas[1], "kind": args.sampler}
+    entries = x[0].numel() if args.ratio == "per_dim" else 1
+    v = policy.velocity(x, sigmas[k], cond)
+    mean, step_std = transition(x, v, sigmas[k], sigmas[k + 1], **step)
+    log_prob_new = gaussian_log_prob(x_next, mean, step_std)  # (B,)
+    log_prob_old = trajectory.log_prob[:, j]
+    per_entry = (log_prob_new / entries, log_prob_old / entries)
+    loss, metrics = clipped_surrogate(*per_entry, advantages, args.clip_range)
+    metrics["kl"] = None
+    if args.beta > 0:
+        with torch.no_grad(), policy.reference():
+            v_ref = policy.velocity(x, sigmas[k], cond)
+        mean_ref, _ = transition(x, v_ref, sigmas[k], sigmas[k + 1], **step)
+        kl = (gaussian_kl(mean, mean_ref, step_std) / entries).mean()
+        loss = loss + args.beta * kl
+        metrics["kl"] = kl.item()
+    return loss, metrics | {"loss": loss.item()}
+
+
+def train(args: Args) -> list[dict]:
+    """Train and leave a run folder behind. Returns the metrics of every iteration, as in metrics.jsonl."""
+    check_args(args)
+    prompts = load_prompts(args.prompts)
+    sample_groups(len(prompts), args.num_prompts, args.seed, 0)  # refuses a set that is too small
+    accelerator = Accelerator()
+    share = own_groups(accelerator, args.num_prompts)
+    policy = make_policy(args.model, accelerator.device)
+    rewards = make_rewards(args.reward, accelerator.device)
+    policy.encode(prompts)  # refuses prompts that the model cannot take
+    run = Run(args, accelerator)
+
+    window = args.sde_window or (0, args.num_steps - 1)
+    sigmas, trained_steps = policy.sigmas(args.num_steps), range(*window)
+    n = len(trained_steps)
+    parameters = [p for p in policy.module.parameters() if p.requires_grad]
+    optimizer = AdamW(parameters, args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    ema = EMA(policy.module, args.ema_decay)
+    policy.module, optimizer = accelerator.prepare(policy.module, optimizer)
+    evaluation = Evaluation(policy, prompts, args.eval_samples, args.eval_steps, args.micro_batch_size)
+    start = run.restore(policy.module, optimizer, ema)
+    if start == 0:
+        run.begin(evaluation.run(policy, rewards, args.reward_batch_size))
+
+    size = len(share) * args.group_size  # trajectories of this process in an iteration
+    first = share[0] * args.group_size  # place of the first of them among those of all processes
+    chunks = micro_batches(size, args.micro_batch_size)
+    with StopSignal(accelerator) as stop, run.progress(start) as bar:
+        for iteration in bar:
+            seconds: dict[str, float] = {}
+            began = time.perf_counter()
+            groups = sample_groups(len(prompts), args.num_prompts, args.seed, iteration - 1)
+            texts = [prompts[groups[p]] for p in share for _ in range(args.group_size)]  # (size,)
+
+            with timed(seconds, "rollout"):
+                trajectories, images = [], []
+                for rows in chunks:
+                    cond = policy.encode(texts[rows])
+                    samples = range(first, first + size)[rows]
+                    noise = sample_noise(policy, args.seed, iteration, samples, 1 + n)
+                    trajectory = rollout(
+                        policy, noise, cond, sigmas, window, noise_level=args.noise_level, kind=args.sampler,
+                        storage_dtype=getattr(torch, args.storage_dtype), with_completions=True,
+                        completion_batch_size=args.completion_batch_size,
+                    )  # fmt: skip
+                    trajectories.append((rows, cond, trajectory))
+                    images.append(policy.decode(trajectory.completions.flatten(0, 1)).cpu())
+                images = torch.cat(images)  # (size (n+1), 3, H, W), trajectory by trajectory
+
+            with timed(seconds, "reward"):
+                repeated = [text for text in texts for _ in range(n + 1)]
+                scores = score(rewards, images, repeated, args.reward_batch_size)
+                R = gather(accelerator, scores.total).view(-1, args.group_size, n + 1)  # (P, G, n+1)
+
+            per_step = step_rewards(R, args.rule, args.balanced, args.reward_tolerance)  # (P, G, n)
+            advantages = group_advantages(per_step, args.advantage_std)  # (P, G, n)
+            advantages = advantages[share].flatten(0, 1).to(accelerator.device)  # (size, n), of this process
+            points = turning_points(R, args.rule, args.reward_tolerance)  # (P, G, n), before balancing
+
+            with timed(seconds, "update"):
+                step_metrics = []
+                for rows, cond, trajectory in trajectories:
+                    for j, k in enumerate(trained_steps):
+                        A = advantages[rows, j]  # (B,)
+                        weight = len(A) / (size * n)  # so that the sum is a mean over trajectories and steps
+                        last = rows is chunks[-1] and k == trained_steps[-1]
+                        if args.beta == 0 and not last and not A.any():
+                            continue  # no gradient here; the last one runs always: processes meet there
+                        with nullcontext() if last else accelerator.no_sync(policy.module):
+                            loss, metrics = step_loss(policy, trajectory, j, k, cond, sigmas, A, args)
+                            accelerator.backward(weight * loss)
+                        step_metrics.append((weight, metrics))
+                grad_norm = apply_update(accelerator, policy.module, optimizer, args.max_grad_norm)
+                ema.update()
+
+            eval_reward = None
+            if iteration % args.eval_every == 0 or iteration == args.num_iterations:
+                with timed(seconds, "evaluate"), ema.applied():
+                    evaluated = evaluation.run(policy, rewards, args.reward_batch_size)
+                eval_reward = evaluated.rewards.mean().item()
+
+            run.log(
+                {
+                    "iteration": iteration,
+                    "reward_mean": R[..., -1].mean().item(),
+                    "reward_std": R[..., -1].std(correction=0).item(),
+                    "eval_reward": eval_reward,
+                    **reward_means(accelerator, {k: r[n :: n + 1] for k, r in scores.parts.items()}),
+                    "turning_points": points.float().mean().item(),
+                    **average(accelerator, step_metrics),
+                    "grad_norm": grad_norm,
+                    "nfe_rows": sum(t.nfe_rows for _, _, t in trajectories) * accelerator.num_processes,
+                    "nfe_calls": sum(t.nfe_calls for _, _, t in trajectories) * accelerator.num_processes,
+                    "reward_calls": scores.calls * accelerator.num_processes,
+                },
+                seconds | {"seconds": time.perf_counter() - began},
+            )
+            if iteration == 1 and accelerator.is_main_process:
+                save_turning_points(
+                    run.folder / "turning_points.png", R[share].flatten(0, 1), points[share].flatten(0, 1),
+                    images.unflatten(0, (size, n + 1)), texts, sigmas[window[0] : window[1] + 1],
+                )  # fmt: skip
+            stopping = stop.requested()
+            if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or stopping:
+                run.save(iteration, policy.module, optimizer, ema)
+            if stopping:
+                raise KeyboardInterrupt(f"stopped and saved; continue with --resume {run.folder}")
+
+    run.finish(policy, ema, evaluated)
+    return run.history
+
+
+if __name__ == "__main__":
+    run_command(train, Args)

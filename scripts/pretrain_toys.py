@@ -1,0 +1,141 @@
+"""Train the toy models that ship in shared/assets/, and print their quality.
+
+    python scripts/pretrain_toys.py                       # writes shared/assets/ again
+    python scripts/pretrain_toys.py --output-dir FOLDER   # writes elsewhere
+    python scripts/pretrain_toys.py --check               # prints the quality of what ships
+
+digits.safetensors: the rectified flow of shared/policies/digits.py, trained with half of the labels replaced
+by random ones.
+digits_judge.safetensors: the classifier that the rewards `label` and `ink` ask, trained on 80 % of the real
+digits.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bundle: drop
+
+import torch
+import tyro
+from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy, mse_loss
+from tqdm import tqdm
+
+from shared.policies.digits import ASSETS, DigitsNetwork, DigitsPolicy
+from shared.prompts import load_prompts
+from shared.rewards import make_rewards, score
+from shared.rewards.toy import DigitsJudge
+from shared.rollout import ode_sample, rollout, sample_noise
+
+RANDOM_LABELS = 0.5  # share of the flow's training labels that are replaced by a uniform one
+TRAIN_SHARE = 0.8  # of the real digits, for the judge
+
+
+@dataclass
+class Args:
+    output_dir: Path = ASSETS
+    """Folder for the two weight files."""
+    flow_steps: int = 8000
+    """Training steps of the flow, batches of 256."""
+    judge_steps: int = 3000
+    """Training steps of the judge, batches of 256."""
+    check: bool = False
+    """Train nothing; print the quality of the weights in shared/assets/."""
+
+
+def real_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """The 1,797 digits in a fixed random order: pixels (1797, 8, 8) in [0, 1] and labels (1797,)."""
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(data.images / 16, dtype=torch.float32)[order], torch.tensor(data.target)[order]
+
+
+def train_flow(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> DigitsNetwork:
+    """Flow matching on all digits: v(x_sigma) regresses eps - x0. Returns the average of the weights over
+    training (EMA)."""
+    torch.manual_seed(0)
+    network = DigitsNetwork()
+    ema = torch.optim.swa_utils.AveragedModel(
+        network, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
+    )
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    latents = (2 * pixels - 1)[:, None]
+    for _ in tqdm(range(steps), desc="flow", unit="step"):
+        rows = torch.randint(len(latents), (256,))
+        random = torch.rand(256) < RANDOM_LABELS
+        label = torch.where(random, torch.randint(10, (256,)), labels[rows])
+        sigma = torch.randn(256).sigmoid()  # logit-normal, as SD3
+        x0, eps = latents[rows], torch.randn(256, *latents.shape[1:])
+        s = sigma[:, None, None, None]
+        loss = mse_loss(network((1 - s) * x0 + s * eps, sigma, label), eps - x0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        ema.update_parameters(network)
+    return ema.module
+
+
+def train_judge(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> DigitsJudge:
+    """Cross-entropy on the training share, with pixel noise so that it is calm between the digits."""
+    torch.manual_seed(0)
+    judge = DigitsJudge()
+    optimizer = torch.optim.AdamW(judge.parameters(), lr=1e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    train = int(TRAIN_SHARE * len(pixels))
+    for _ in tqdm(range(steps), desc="judge", unit="step"):
+        rows = torch.randint(train, (256,))
+        noisy = (pixels[rows] + 0.15 * torch.randn(256, 8, 8)).clamp(0, 1)
+        loss = cross_entropy(judge(noisy), labels[rows], label_smoothing=0.02)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return judge
+
+
+def report_quality() -> None:
+    """Print how good the weights in shared/assets/ are."""
+    pixels, labels = real_digits()
+    judge = DigitsJudge()
+    judge.load_state_dict(load_file(ASSETS / "digits_judge.safetensors"))
+    test = slice(int(TRAIN_SHARE * len(pixels)), None)
+    accuracy = (judge(pixels[test]).argmax(1) == labels[test]).float().mean()
+    print(f"judge: accuracy {accuracy:.3f} on {len(labels[test])} held-out real digits")
+
+    policy, rewards = DigitsPolicy(), make_rewards("label,ink,jpeg")
+    prompts = [p for p in load_prompts("digits") for _ in range(100)]
+    cond, sigmas = policy.encode(prompts), policy.sigmas(10)
+    noise = sample_noise(policy, 0, 0, range(len(prompts)), 10)
+    flow = rollout(policy, noise, cond, sigmas, (0, 9), noise_level=0.7)
+    for name, latents in [("ODE, 10 steps", ode_sample(policy, noise[:, 0], cond, sigmas)),
+                          ("ODE, 40 steps", ode_sample(policy, noise[:, 0], cond, policy.sigmas(40))),
+                          ("SDE, 10 steps, noise level 0.7", flow.final)]:  # fmt: skip
+        images = policy.decode(latents)
+        parts = score(rewards, images, prompts).parts
+        confidence = judge(images.mean(1)).softmax(1).amax(1).mean()
+        means = ", ".join(f"{part} {value.mean():.3f}" for part, value in parts.items())
+        print(f"flow, {name}: {means}; judge's confidence in the digit it sees {confidence:.3f}")
+
+
+def main(args: Args) -> None:
+    if not args.check:
+        torch.set_num_threads(1)  # the networks are too small for more
+        pixels, labels = real_digits()
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        save_file(
+            train_flow(pixels, labels, args.flow_steps).state_dict(), args.output_dir / "digits.safetensors"
+        )
+        save_file(
+            train_judge(pixels, labels, args.judge_steps).state_dict(),
+            args.output_dir / "digits_judge.safetensors",
+        )
+    if args.check or args.output_dir == ASSETS:
+        report_quality()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

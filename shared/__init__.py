@@ -1,0 +1,1 @@
+"""Small modules that the algorithm files share: pure functions and thin adapters."""

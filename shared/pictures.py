@@ -1,0 +1,114 @@
+"""The pictures that a run leaves behind. matplotlib is imported when the first one is drawn."""
+
+import math
+from pathlib import Path
+
+from torch import Tensor
+
+from shared.prompts import Prompt
+
+MAX_IMAGES = 20  # on a sheet of samples
+MAX_TRAJECTORIES = 4  # in the picture of turning points
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"  # distinguishable with any colour vision, and in grey
+
+
+def save_samples(path: Path, images: Tensor, rewards: Tensor, prompts: list[Prompt], title: str) -> None:
+    """A sheet of the first images (B, 3, H, W) in [0, 1], each with its prompt and reward (B,)."""
+    count = min(len(images), MAX_IMAGES)
+    columns = min(count, 5)
+    rows = math.ceil(count / columns)
+    figure = _figure(2.1 * columns, 2.35 * rows + 0.6)
+    figure.suptitle(f"{title}: mean reward {rewards.mean():.3f} over {len(rewards)} images, {count} shown")
+    for i in range(count):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        _show(axes, images[i])
+        axes.set_title(f"{_shorten(prompts[i].text)}\n{rewards[i]:.3f}", fontsize=9)
+    figure.savefig(path)
+
+
+def save_reward_curve(path: Path, history: list[dict], eval_before: float) -> None:
+    """Training reward (stochastic samples) and evaluation reward (ODE samples) against iterations."""
+    figure = _figure(7, 4.2)
+    axes = figure.add_subplot()
+    iterations = [m["iteration"] for m in history]
+    evaluated = [(0, eval_before)] + [
+        (m["iteration"], m["eval_reward"]) for m in history if m["eval_reward"] is not None
+    ]
+    axes.plot(
+        iterations,
+        [m["reward_mean"] for m in history],
+        color=GREY,
+        linestyle="--",
+        label="training (stochastic sampler)",
+    )
+    axes.plot(
+        *zip(*evaluated, strict=True),
+        color=BLUE,
+        marker="o",
+        markersize=3,
+        label="evaluation (ODE, fixed noise)",
+    )
+    axes.set(xlabel="iteration (one optimiser update each)", ylabel="reward")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def save_turning_points(
+    path: Path,
+    completion_rewards: Tensor,
+    points: Tensor,
+    images: Tensor,
+    prompts: list[Prompt],
+    sigmas: Tensor,
+) -> None:
+    """For the trajectories with the most turning points: R[0..n], turning points marked, the completed images
+    beneath.
+
+    completion_rewards (B, n+1), points (B, n) bool, images (B, n+1, 3, H, W), B prompts, sigmas (n+1,) of the
+    states 0..n.
+    """
+    chosen = points.sum(1).argsort(descending=True, stable=True)[:MAX_TRAJECTORIES].tolist()
+    completion_rewards, points, images = completion_rewards[chosen], points[chosen], images[chosen]
+    prompts = [prompts[i] for i in chosen]
+    k, n = points.shape
+    figure = _figure(max(1.05 * (n + 1), 6) + 0.6, 3.4 * k)
+    grid = figure.add_gridspec(2 * k, n + 1, height_ratios=[2.2, 1] * k)
+    for i in range(k):
+        r = completion_rewards[i]
+        axes = figure.add_subplot(grid[2 * i, :])
+        axes.plot(range(n + 1), r, color=GREY, marker="o", markersize=3)
+        for j in range(1, n + 1):
+            if points[i, j - 1]:
+                axes.plot([j - 1, j], r[j - 1 : j + 1], color=ORANGE, linewidth=3)
+                axes.plot(j, r[j], color=ORANGE, marker="D", markersize=9)
+                where = dict(textcoords="offset points", xytext=(0, 9), ha="center", fontsize=8, color=ORANGE)
+                axes.annotate(f"{r[n] - r[j - 1]:+.2f}", (j, r[j]), **where)
+        axes.margins(y=0.3)
+        axes.set_xlim(-0.5, n + 0.5)
+        axes.set_xticks(range(n + 1), [f"{j}\nσ {s:.2f}" for j, s in enumerate(sigmas)], fontsize=8)
+        axes.set_ylabel("reward of the\nODE completion", fontsize=9)
+        axes.set_title(f"{prompts[i].text}: R[0] = {r[0]:.3f}, R[{n}] = {r[n]:.3f}", fontsize=10)
+        axes.grid(alpha=0.3)
+        for j in range(n + 1):
+            _show(figure.add_subplot(grid[2 * i + 1, j]), images[i, j])
+    figure.suptitle(
+        "Turning points (diamonds): steps that turn the trajectory to its final direction.\n"
+        "Their reward is R[n] - R[j-1], shown beside them; every other step gets R[j] - R[j-1].", fontsize=10,
+    )  # fmt: skip
+    figure.savefig(path)
+
+
+def _figure(width: float, height: float):
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def _show(axes, image: Tensor) -> None:
+    axes.imshow(image.permute(1, 2, 0).float().clamp(0, 1).numpy(), interpolation="nearest")
+    axes.set_axis_off()
+
+
+def _shorten(text: str, limit: int = 28) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

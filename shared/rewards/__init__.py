@@ -1,0 +1,98 @@
+"""Rewards: functions f(pixels, prompts) -> (B,) float32, by name, and weighted sums of them.
+
+A reward's factory `make_<name>(device)` loads what it needs and returns f. pixels are (B, 3, H, W) in [0, 1],
+prompts the `Prompt` of each image; f keeps the order, returns equal values for equal input, needs no
+gradient, and raises on failure.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared.errors import InputError, RewardError
+from shared.prompts import Prompt
+from shared.rewards.image import make_jpeg
+from shared.rewards.toy import make_ink, make_label
+
+REWARDS = {"label": make_label, "ink": make_ink, "jpeg": make_jpeg}
+
+
+class Reward(NamedTuple):
+    """One part of the training reward."""
+
+    name: str
+    weight: float
+    function: Callable[[Tensor, list[Prompt]], Tensor]
+
+
+def make_rewards(spec: str, device="cpu") -> list[Reward]:
+    """The parts of a reward: "ink", or a weighted sum such as "label:1,jpeg:0.5" (the weight is 1 where none
+    is given).
+
+    Raises InputError for an unknown name, a name given twice, or a weight that is not a number other than 0.
+    """
+    parts = {}
+    for item in spec.split(","):
+        name, _, weight = (word.strip() for word in item.partition(":"))
+        if name not in REWARDS:
+            raise InputError(f"unknown reward {name!r}: known are {', '.join(REWARDS)}")
+        if name in parts:
+            raise InputError(f"reward {name!r} is given twice in {spec!r}")
+        try:
+            parts[name] = float(weight) if weight or ":" in item else 1.0
+        except ValueError:
+            raise InputError(
+                f"weight {weight!r} of reward {name!r} is not a number: write it as in {name}:0.5"
+            ) from None
+        if parts[name] == 0 or not torch.isfinite(torch.tensor(parts[name])):
+            raise InputError(f"weight of reward {name!r} must be a finite number other than 0, not {weight}")
+    return [Reward(name, weight, REWARDS[name](device)) for name, weight in parts.items()]
+
+
+class Scores(NamedTuple):
+    """Rewards of B images."""
+
+    total: Tensor  # (B,) the weighted sum, on the CPU
+    parts: dict[str, Tensor]  # each part by name, (B,), unweighted
+    calls: int  # calls of a reward function
+
+
+def score(
+    rewards: list[Reward], pixels: Tensor, prompts: list[Prompt], batch_size: int | None = None
+) -> Scores:
+    """Score B images, at most batch_size in one call of each reward (None: all at once).
+
+    pixels: (B, 3, H, W) in [0, 1]; prompts: B of them. Raises RewardError, naming the reward, if it raises,
+    returns another number of values than images, or returns a value that is not finite. A failure never
+    becomes a reward of 0.
+    """
+    batch_size = batch_size or max(len(prompts), 1)
+    parts, calls = {}, 0
+    for reward in rewards:
+        values = []
+        for first in range(0, len(prompts), batch_size):
+            images, texts = pixels[first : first + batch_size], prompts[first : first + batch_size]
+            values.append(_call(reward, images, texts))
+            calls += 1
+        parts[reward.name] = torch.cat(values)
+    total = sum(reward.weight * parts[reward.name] for reward in rewards)
+    return Scores(total, parts, calls)
+
+
+def _call(reward: Reward, pixels: Tensor, prompts: list[Prompt]) -> Tensor:
+    """One checked call of a reward. Returns (B,) float32 on the CPU."""
+    try:
+        with torch.no_grad():
+            values = torch.as_tensor(reward.function(pixels, prompts)).float().cpu()
+    except Exception as error:
+        raise RewardError(f"reward {reward.name!r} failed: {type(error).__name__}: {error}") from error
+    if values.shape != (len(prompts),):
+        raise RewardError(
+            f"reward {reward.name!r} returned shape {tuple(values.shape)} for {len(prompts)} images"
+        )
+    if not torch.isfinite(values).all():
+        bad = int((~torch.isfinite(values)).sum())
+        raise RewardError(f"reward {reward.name!r} returned {bad} values that are not finite")
+    return values

@@ -1,0 +1,242 @@
+"""The folder of a training run: its metrics, checkpoints and pictures; and stopping on a signal."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from shared.errors import InputError
+from shared.pictures import save_reward_curve, save_samples
+from shared.training import EMA, Evaluated, set_values
+
+CHECKPOINTS_KEPT = 2
+
+
+class Run:
+    """The folder of one run, its metrics, checkpoints and pictures. Only the main process writes."""
+
+    def __init__(self, args, accelerator: Accelerator):
+        """Open a new folder (args.output_dir, or runs/<algorithm>-<model>-<reward>-<seed>-<time>) or the one
+        to resume.
+
+        Raises InputError if it cannot be written or already holds a run that is not being resumed.
+        """
+        self.args, self.accelerator = args, accelerator
+        self.history: list[dict] = []
+        self.eval_before = 0.0
+        self.writer, self.bar, self.began = None, None, time.perf_counter()
+        answer: list = [None]
+        if accelerator.is_main_process:
+            try:
+                answer = [self._open()]
+            except InputError as error:
+                answer = [error]
+        broadcast_object_list(answer)  # the name holds the time, and every process must stop if one must
+        if isinstance(answer[0], InputError):
+            raise answer[0]
+        self.folder = Path(answer[0])
+
+    def _open(self) -> str:
+        args = self.args
+        folder = args.resume or args.output_dir
+        if folder is None:
+            reward = re.sub(r"[^\w.+-]", "", args.reward.replace(",", "+"))
+            folder = f"runs/{args.algorithm}-{args.model}-{reward}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S}"
+            while Path(folder).exists():
+                folder += "-again"
+        path = Path(folder)
+        if not args.resume and (path / "args.json").exists():
+            raise InputError(
+                f"{folder} already holds a run: continue it with --resume {folder},"
+                " or give another --output-dir"
+            )
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            settings = (
+                {"algorithm": args.algorithm}
+                | dataclasses.asdict(args)
+                | {"output_dir": folder, "resume": None}
+            )
+            write_beside(
+                path / "args.json", lambda file: file.write_text(json.dumps(settings, indent=2) + "\n")
+            )
+        except OSError as error:
+            raise InputError(f"output folder {folder} cannot be written: {error.strerror}") from None
+        return folder
+
+    def restore(self, module: nn.Module, optimizer, ema: EMA) -> int:
+        """Load the newest checkpoint of a resumed run and cut metrics.jsonl back to it. Returns its
+        iteration; 0 for a new run.
+
+        Raises InputError if there is nothing to resume or to do, or if the checkpoint's keys are not the
+        trainable weights.
+        """
+        if not self.args.resume:
+            return 0
+        checkpoints = sorted((self.folder / "checkpoints").glob("*.pt"))
+        if not checkpoints:
+            raise InputError(f"--resume {self.folder}: it has no checkpoint yet; start the run anew")
+        state = torch.load(checkpoints[-1], map_location=self.accelerator.device, weights_only=True)
+        iteration, weights = state["iteration"], _trainable(self.accelerator.unwrap_model(module))
+        if iteration >= self.args.num_iterations:
+            raise InputError(
+                f"--resume {self.folder}: its {iteration} iterations are done;"
+                " go on with a larger --num-iterations"
+            )
+        if differing := sorted(state["module"].keys() ^ weights.keys()):
+            raise InputError(
+                f"{checkpoints[-1]} does not fit the model: only one of them has {', '.join(differing)}"
+            )
+        set_values(weights.values(), state["module"].values())
+        set_values(ema.average, state["ema"])
+        optimizer.load_state_dict(state["optimizer"])
+        self.eval_before = state["eval_before"]
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)[:iteration]
+        self.history = [json.loads(line) for line in lines]
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write_beside(self.folder / "metrics.jsonl", lambda file: file.write_text("".join(lines)))
+        return iteration
+
+    def begin(self, evaluated: Evaluated) -> None:
+        """Keep what the model does before training: samples_before.png and its evaluation reward."""
+        self.eval_before = evaluated.rewards.mean().item()
+        if self.accelerator.is_main_process:
+            save_samples(self.folder / "samples_before.png", *evaluated, "before training")
+
+    def progress(self, start: int) -> tqdm:
+        """The iterations to do, start + 1 .. num_iterations, with a progress bar on the main process."""
+        last = self.args.num_iterations
+        self.bar = tqdm(
+            range(start + 1, last + 1),
+            initial=start,
+            total=last,
+            unit="it",
+            disable=not self.accelerator.is_main_process,
+        )
+        return self.bar
+
+    def log(self, metrics: dict, seconds: dict[str, float]) -> None:
+        """Append one iteration to history, metrics.jsonl (None becomes null) and TensorBoard; show its
+        rewards on the bar."""
+        metrics = metrics | {
+            name if name == "seconds" else f"seconds_{name}": value for name, value in seconds.items()
+        }
+        self.history.append(metrics)
+        evals = [m["eval_reward"] for m in self.history if m["eval_reward"] is not None]
+        self.bar.set_postfix(
+            reward=f"{metrics['reward_mean']:.3f}", eval=f"{(evals or [self.eval_before])[-1]:.3f}"
+        )
+        if not self.accelerator.is_main_process:
+            return
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(self.folder / "tensorboard", purge_step=metrics["iteration"])
+        for name, value in metrics.items():
+            if value is not None and name != "iteration":
+                self.writer.add_scalar(name, value, metrics["iteration"])
+
+    def save(self, iteration: int, module: nn.Module, optimizer, ema: EMA) -> None:
+        """Write the state after `iteration` updates, beside and renamed, and keep the newest
+        CHECKPOINTS_KEPT."""
+        if self.accelerator.is_main_process:
+            state = {
+                "iteration": iteration,
+                "eval_before": self.eval_before,
+                "module": _trainable(self.accelerator.unwrap_model(module)),
+                "optimizer": optimizer.state_dict(),
+                "ema": ema.average,
+            }
+            folder = self.folder / "checkpoints"
+            write_beside(folder / f"{iteration:06d}.pt", lambda file: torch.save(state, file))
+            for old in sorted(folder.glob("*.pt"))[:-CHECKPOINTS_KEPT]:
+                old.unlink()
+        self.accelerator.wait_for_everyone()
+
+    def finish(self, policy, ema: EMA, evaluated: Evaluated) -> None:
+        """Write the pictures, the weights and summary.json, and print the summary."""
+        if not self.accelerator.is_main_process:
+            return
+        self.writer.close()
+        save_samples(
+            self.folder / "samples_after.png", *evaluated, f"after {self.args.num_iterations} iterations"
+        )
+        save_reward_curve(self.folder / "reward.png", self.history, self.eval_before)
+        policy.module = self.accelerator.unwrap_model(policy.module)
+        with ema.applied():
+            weights = policy.export(self.folder)
+        summary = {
+            "eval_reward_before": self.eval_before,
+            "eval_reward_after": evaluated.rewards.mean().item(),
+            "iterations": self.args.num_iterations,
+            "seconds": sum(m["seconds"] for m in self.history),
+            "nfe_rows": sum(m["nfe_rows"] for m in self.history),
+        }
+        write_beside(
+            self.folder / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n")
+        )
+        print(
+            f"\n{self.args.algorithm} on {self.args.model}, reward {self.args.reward}: evaluation reward"
+            f" {summary['eval_reward_before']:.3f} before, {summary['eval_reward_after']:.3f} after"
+            f" {summary['iterations']} iterations ({summary['seconds']:.0f} s)\n"
+            f"pictures: {', '.join(str(p) for p in sorted(self.folder.glob('*.png')))}\n"
+            f"weights:  {weights}\nall of it: {self.folder}"
+        )
+
+
+class StopSignal:
+    """Ctrl-C (SIGINT) or SIGTERM asks the run to stop after the iteration under way; a second signal stops it
+    at once."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator, self.signalled, self.previous = accelerator, False, {}
+
+    def __enter__(self) -> "StopSignal":
+        with contextlib.suppress(
+            ValueError
+        ):  # only the main thread may listen; elsewhere the run cannot be asked to stop
+            self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for which, handler in self.previous.items():
+            signal.signal(which, handler)
+
+    def _handle(self, *_) -> None:
+        if self.signalled:
+            raise KeyboardInterrupt("stopped at once; the last checkpoint stands")
+        self.signalled = True
+        print("\nstopping after this iteration (again: at once)", file=sys.stderr)
+
+    def requested(self) -> bool:
+        """Whether any process was asked to stop; all processes get the same answer."""
+        flag = torch.tensor(float(self.signalled), device=self.accelerator.device)
+        return self.accelerator.reduce(flag, "sum").item() > 0
+
+
+def write_beside(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place, then rename it: a reader sees the old file or the new one, never a torn
+    one."""
+    beside = path.with_name(path.name + ".tmp")
+    write(beside)
+    os.replace(beside, path)
+
+
+def _trainable(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}

@@ -1,0 +1,158 @@
+"""What a training loop needs around its algorithm: evaluation, EMA, the update, processes, timing."""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from shared.errors import InputError
+from shared.prompts import Prompt
+from shared.rewards import Reward, score
+from shared.rollout import ode_sample, sample_noise
+
+EVALUATION = 2**31  # the "iteration" whose noise evaluations use; training never gets there
+
+
+class Evaluated(NamedTuple):
+    """The images of one evaluation."""
+
+    images: Tensor  # (B, 3, H, W) in [0, 1]
+    rewards: Tensor  # (B,)
+    prompts: list[Prompt]
+
+
+class Evaluation:
+    """Fixed prompts and fixed noise, the same in every run and for every seed, sampled by the ODE."""
+
+    def __init__(
+        self, policy, prompts: list[Prompt], num_samples: int, num_steps: int, batch_size: int | None
+    ):
+        self.prompts = [prompts[i % len(prompts)] for i in range(num_samples)]
+        self.cond = policy.encode(self.prompts)
+        self.noise = sample_noise(policy, 0, EVALUATION, range(num_samples), 1)[:, 0]
+        self.sigmas = policy.sigmas(num_steps)
+        self.batches = micro_batches(num_samples, batch_size)
+
+    def run(self, policy, rewards: list[Reward], reward_batch_size: int | None) -> Evaluated:
+        """What the policy's present weights make of the prompts and the noise. Every process computes all of
+        it."""
+        images = []
+        for rows in self.batches:
+            cond = {name: value[rows] for name, value in self.cond.items()}
+            images.append(policy.decode(ode_sample(policy, self.noise[rows], cond, self.sigmas)).cpu())
+        images = torch.cat(images)
+        return Evaluated(images, score(rewards, images, self.prompts, reward_batch_size).total, self.prompts)
+
+
+class EMA:
+    """Exponential moving average of the trainable weights, updated once per optimiser update. Decay 0 is the
+    weights themselves."""
+
+    def __init__(self, module: nn.Module, decay: float):
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("the model has no trainable parameters")
+        self.average = [p.detach().clone() for p in self.parameters]
+        self._average_into = get_ema_multi_avg_fn(decay)
+
+    def update(self) -> None:
+        """average = decay average + (1 - decay) weights."""
+        self._average_into(self.average, [p.detach() for p in self.parameters], None)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within this context the model has the averaged weights."""
+        weights = [p.detach().clone() for p in self.parameters]
+        set_values(self.parameters, self.average)
+        try:
+            yield
+        finally:
+            set_values(self.parameters, weights)
+
+
+def own_groups(accelerator: Accelerator, num_groups: int) -> range:
+    """The groups of this process: an equal, contiguous share, since a group never spans processes.
+
+    Raises InputError if the groups cannot be dealt out equally.
+    """
+    count, rank = accelerator.num_processes, accelerator.process_index
+    if num_groups % count:
+        raise InputError(
+            f"--num-prompts {num_groups} cannot be dealt equally to {count} processes:"
+            f" give a multiple of {count}"
+        )
+    return range(rank * num_groups // count, (rank + 1) * num_groups // count)
+
+
+def gather(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """Values (B, ...) of all processes, in the order of the processes, on the CPU."""
+    return accelerator.gather(values.to(accelerator.device)).cpu()
+
+
+def micro_batches(count: int, size: int | None) -> list[slice]:
+    """Slices of at most `size` rows that cover `count` rows in order (None: one slice)."""
+    size = size or count
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def apply_update(accelerator: Accelerator, module: nn.Module, optimizer, max_grad_norm: float) -> float:
+    """One optimiser update with the accumulated gradients, scaled down to max_grad_norm. Returns their norm
+    before scaling.
+
+    Raises FloatingPointError, with the weights untouched, if a gradient is not finite.
+    """
+    norm = float(
+        accelerator.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], max_grad_norm)
+    )
+    if not norm < float("inf"):
+        raise FloatingPointError(
+            f"the gradient's norm is {norm}; the weights are untouched and the last checkpoint stands"
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def average(
+    accelerator: Accelerator, weighted: list[tuple[float, dict[str, float | None]]]
+) -> dict[str, float | None]:
+    """Weighted means of metrics over micro-batches, and over processes. A metric that is None stays None."""
+    total = sum(weight for weight, _ in weighted)
+    means = {}
+    for name, first in weighted[0][1].items():
+        if first is None:
+            means[name] = None
+        else:
+            mean = torch.tensor(
+                sum(weight * metrics[name] for weight, metrics in weighted) / total, device=accelerator.device
+            )
+            means[name] = accelerator.reduce(mean, "mean").item()
+    return means
+
+
+def reward_means(accelerator: Accelerator, parts: dict[str, Tensor]) -> dict[str, float]:
+    """The mean of each part of a weighted sum of rewards, unweighted, over all processes: {"reward_<name>":
+    mean}."""
+    return {f"reward_{name}": gather(accelerator, values).mean().item() for name, values in parts.items()}
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the wall time of the block to seconds[name]."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def set_values(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Copy values into parameters, one by one, in place."""
+    with torch.no_grad():
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value)
