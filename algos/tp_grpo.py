@@ -279,7 +279,12 @@ def step_loss(
 
 def train(args: Args) -> list[dict]:
     """Train and leave a run folder behind. Returns the metrics of every iteration, as in metrics.jsonl."""
-    check_args(args)
+    tolerance, rows = args.reward_tolerance, args.completion_batch_size
+    check_args(
+        args,
+        reward_tolerance=(0 <= tolerance < float("inf"), "0 or more"),
+        completion_batch_size=(rows is None or rows >= 1, "at least 1"),
+    )
     prompts = load_prompts(args.prompts)
     sample_groups(len(prompts), args.num_prompts, args.seed, 0)  # refuses a set that is too small
     accelerator = Accelerator()

@@ -80,8 +80,11 @@ def saved_args(args_class: type, folder: str):
         raise InputError(f"--resume {folder}: its settings are of another version ({error})") from None
 
 
-def check_args(args) -> None:
-    """Raise InputError for settings that no algorithm can run with. Reads fields that all of them have."""
+def check_args(args, **own: tuple[bool, str]) -> None:
+    """Raise InputError for settings that cannot be run. Reads the fields that all algorithms have.
+
+    own: an algorithm's further fields by name: (whether the value will do, what it must be).
+    """
     finite = float("inf")
     bounds = {  # name: (holds, what it must be)
         "seed": (args.seed >= 0, "0 or more"),
@@ -103,6 +106,7 @@ def check_args(args) -> None:
         "adam_eps": (0 < args.adam_eps < finite, "above 0"),
         "max_grad_norm": (0 < args.max_grad_norm < finite, "above 0"),
         "ema_decay": (0 <= args.ema_decay < 1, "at least 0 and below 1"),
+        **own,
     }
     for name, (holds, need) in bounds.items():
         if not holds:

@@ -51,56 +51,53 @@ class Run:
 
     def _open(self) -> str:
         args = self.args
+        if args.resume:
+            done = self._newest_checkpoint(Path(args.resume))[1]
+            if done >= args.num_iterations:
+                more = "go on with a larger --num-iterations"
+                raise InputError(f"--resume {args.resume}: its {done} iterations are done; {more}")
         folder = args.resume or args.output_dir
         if folder is None:
             reward = re.sub(r"[^\w.+-]", "", args.reward.replace(",", "+"))
-            folder = f"runs/{args.algorithm}-{args.model}-{reward}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S}"
+            now = f"{datetime.now():%Y%m%d-%H%M%S}"
+            folder = f"runs/{args.algorithm}-{args.model}-{reward}-{args.seed}-{now}"
             while Path(folder).exists():
                 folder += "-again"
         path = Path(folder)
         if not args.resume and (path / "args.json").exists():
-            raise InputError(
-                f"{folder} already holds a run: continue it with --resume {folder},"
-                " or give another --output-dir"
-            )
+            other = f"continue it with --resume {folder}, or give another --output-dir"
+            raise InputError(f"{folder} already holds a run: {other}")
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            settings = (
-                {"algorithm": args.algorithm}
-                | dataclasses.asdict(args)
-                | {"output_dir": folder, "resume": None}
-            )
-            write_beside(
-                path / "args.json", lambda file: file.write_text(json.dumps(settings, indent=2) + "\n")
-            )
+            settings = dataclasses.asdict(args) | {"output_dir": folder, "resume": None}
+            text = json.dumps({"algorithm": args.algorithm} | settings, indent=2) + "\n"
+            write_beside(path / "args.json", lambda file: file.write_text(text))
         except OSError as error:
             raise InputError(f"output folder {folder} cannot be written: {error.strerror}") from None
         return folder
 
-    def restore(self, module: nn.Module, optimizer, ema: EMA) -> int:
-        """Load the newest checkpoint of a resumed run and cut metrics.jsonl back to it. Returns its
-        iteration; 0 for a new run.
+    @staticmethod
+    def _newest_checkpoint(folder: Path) -> tuple[Path, int]:
+        """The newest checkpoint of a run and its iteration. Raises InputError if there is none."""
+        checkpoints = sorted((folder / "checkpoints").glob("*.pt"))
+        if not checkpoints:
+            raise InputError(f"--resume {folder}: it has no checkpoint yet; start the run anew")
+        return checkpoints[-1], int(checkpoints[-1].stem)
 
-        Raises InputError if there is nothing to resume or to do, or if the checkpoint's keys are not the
-        trainable weights.
+    def restore(self, module: nn.Module, optimizer, ema: EMA) -> int:
+        """Load the newest checkpoint of a resumed run and cut metrics.jsonl back to it.
+
+        Returns the iterations that are done, 0 for a new run. Raises InputError if the checkpoint's keys are
+        not the trainable weights of the module.
         """
         if not self.args.resume:
             return 0
-        checkpoints = sorted((self.folder / "checkpoints").glob("*.pt"))
-        if not checkpoints:
-            raise InputError(f"--resume {self.folder}: it has no checkpoint yet; start the run anew")
-        state = torch.load(checkpoints[-1], map_location=self.accelerator.device, weights_only=True)
-        iteration, weights = state["iteration"], _trainable(self.accelerator.unwrap_model(module))
-        if iteration >= self.args.num_iterations:
-            raise InputError(
-                f"--resume {self.folder}: its {iteration} iterations are done;"
-                " go on with a larger --num-iterations"
-            )
+        path, iteration = self._newest_checkpoint(self.folder)
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        weights = _trainable(self.accelerator.unwrap_model(module))
         if differing := sorted(state["module"].keys() ^ weights.keys()):
-            raise InputError(
-                f"{checkpoints[-1]} does not fit the model: only one of them has {', '.join(differing)}"
-            )
-        set_values(weights.values(), state["module"].values())
+            raise InputError(f"{path} does not fit the model: only one of them has {', '.join(differing)}")
+        set_values(weights.values(), [state["module"][name] for name in weights])
         set_values(ema.average, state["ema"])
         optimizer.load_state_dict(state["optimizer"])
         self.eval_before = state["eval_before"]
@@ -157,7 +154,6 @@ class Run:
         CHECKPOINTS_KEPT."""
         if self.accelerator.is_main_process:
             state = {
-                "iteration": iteration,
                 "eval_before": self.eval_before,
                 "module": _trainable(self.accelerator.unwrap_model(module)),
                 "optimizer": optimizer.state_dict(),
@@ -195,8 +191,8 @@ class Run:
             f"\n{self.args.algorithm} on {self.args.model}, reward {self.args.reward}: evaluation reward"
             f" {summary['eval_reward_before']:.3f} before, {summary['eval_reward_after']:.3f} after"
             f" {summary['iterations']} iterations ({summary['seconds']:.0f} s)\n"
-            f"pictures: {', '.join(str(p) for p in sorted(self.folder.glob('*.png')))}\n"
-            f"weights:  {weights}\nall of it: {self.folder}"
+            f"pictures in {self.folder}: {', '.join(sorted(p.name for p in self.folder.glob('*.png')))}\n"
+            f"weights: {weights}"
         )
 
 

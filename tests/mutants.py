@@ -1,0 +1,583 @@
+"""Named wrong versions of the project's functions, each with the test that must fail on it (test_mutants.py).
+
+A mutant replaces one piece of its function's source. Its fault is what one would say of the wrong version.
+"""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A function by its import path, what is wrong, the replaced source text, and the test that notices."""
+
+    function: str
+    fault: str
+    old: str
+    new: str
+    killed_by: str
+
+
+SDE, GRPO, ROLLOUT = "shared.sde.", "shared.grpo.", "shared.rollout."
+FLOW, TP, TRAINING = "algos.flow_grpo.", "algos.tp_grpo.", "shared.training."
+MOMENTS = "test_sde.test_moments_are_the_papers"
+REPLAY = "test_rollout.test_rollout_replays_its_noise"
+WAVEFRONT = "test_rollout.test_wavefront_is_one_at_a_time"
+SURROGATE = "test_grpo.test_surrogate_value_and_gradient_off_policy"
+FORMULA = "test_grpo.test_advantages_are_the_formula"
+PATTERNS = "test_tp_grpo.test_turning_points_are_the_definitions_on_every_sign_pattern"
+BALANCE = "test_tp_grpo.test_balance_keeps_the_largest_awards"
+BY_HAND = "test_tp_grpo.test_step_rewards_by_hand"
+STEP_LOSS = "test_training.test_step_loss_off_policy"
+
+MUTANTS = [
+    # ---- samplers ----
+    Mutant(
+        SDE + "shifted_sigmas",
+        "shift enters the denominator whole",
+        "(shift - 1) * s",
+        "shift * s",
+        "test_sde.test_shifted_sigmas_closed_form",
+    ),
+    Mutant(
+        SDE + "shifted_sigmas",
+        "no sigma = 0 at the end",
+        "num_steps, -1, -1",
+        "num_steps, 0, -1",
+        "test_sde.test_shifted_sigmas_closed_form",
+    ),
+    Mutant(
+        SDE + "ode_step",
+        "steps towards noise",
+        "- v * (",
+        "+ v * (",
+        "test_sde.test_ode_step_moves_towards_data",
+    ),
+    Mutant(SDE + "transition", "step_std lacks sqrt(dt)", "g * math.sqrt(dt)", "g", MOMENTS),
+    Mutant(
+        SDE + "transition",
+        "score term lacks the half",
+        "step_std**2 / (2 * sigma)",
+        "step_std**2 / sigma",
+        MOMENTS,
+    ),
+    Mutant(
+        SDE + "transition",
+        "no score term: noise is added and never removed",
+        " - eps_hat * shrink",
+        "",
+        "test_sde.test_marginals_at_fixed_and_growing_numbers_of_steps",
+    ),
+    Mutant(
+        SDE + "transition",
+        "the guard at sigma = 1 tests equality",
+        "(1 - min(sigma, sigma_clip)))",
+        "(1 - (sigma_clip if sigma == 1 else sigma)))",
+        "test_sde.test_first_step_std_is_the_noise_level",
+    ),
+    Mutant(
+        SDE + "transition", "eps_hat has the sign of data", "+ v * (1 - sigma)", "- v * (1 - sigma)", MOMENTS
+    ),
+    Mutant(
+        SDE + "transition",
+        "cps takes its std from sigma",
+        "sigma_next * math.sin",
+        "sigma * math.sin",
+        MOMENTS,
+    ),
+    Mutant(
+        SDE + "transition",
+        "cps is not the ODE without noise",
+        "(1 - math.cos(",
+        "(math.cos(",
+        "test_sde.test_noise_level_zero_is_the_ode_exactly",
+    ),
+    Mutant(
+        SDE + "transition",
+        "flow and dance are swapped",
+        'kind == "flow" else 1.0',
+        'kind == "dance" else 1.0',
+        MOMENTS,
+    ),
+    Mutant(
+        SDE + "transition",
+        "returns the variance",
+        "torch.tensor(step_std,",
+        "torch.tensor(step_std**2,",
+        MOMENTS,
+    ),
+    Mutant(
+        SDE + "transition",
+        "the score term is detached",
+        "+ v * (1 - sigma)",
+        "+ v.detach() * (1 - sigma)",
+        "test_sde.test_gradients_reach_the_velocity_only_through_the_mean",
+    ),
+    Mutant(
+        SDE + "transition",
+        "16-bit latents stay 16-bit",
+        "dtype=mean.dtype",
+        "dtype=x.dtype",
+        "test_sde.test_sixteen_bit_latents_are_computed_in_float32",
+    ),
+    Mutant(
+        SDE + "gaussian_log_prob",
+        "mean over entries",
+        ".sum(1)",
+        ".mean(1)",
+        "test_sde.test_log_prob_is_the_density",
+    ),
+    Mutant(
+        SDE + "gaussian_log_prob",
+        "log std is missing",
+        "(math.log(step_std) + ",
+        "(",
+        "test_sde.test_log_prob_is_the_density",
+    ),
+    Mutant(
+        SDE + "gaussian_log_prob",
+        "log 2 pi is missing",
+        " + 0.5 * math.log(2 * math.pi)",
+        "",
+        "test_sde.test_log_prob_is_the_density",
+    ),
+    Mutant(
+        SDE + "gaussian_log_prob",
+        "the half is missing",
+        "-0.5 * z**2",
+        "-(z**2)",
+        "test_sde.test_log_prob_is_the_density",
+    ),
+    Mutant(
+        SDE + "gaussian_log_prob",
+        "the mean is detached",
+        "- mean) / step_std",
+        "- mean.detach()) / step_std",
+        "test_sde.test_gradients_reach_the_velocity_only_through_the_mean",
+    ),
+    Mutant(
+        SDE + "gaussian_log_prob",
+        "a deterministic step has a density",
+        "if not step_std > 0:",
+        "if False:",
+        "test_sde.test_bad_steps_are_refused",
+    ),
+    Mutant(
+        SDE + "gaussian_kl",
+        "the variance is missing",
+        "(mean - mean_ref) / step_std",
+        "(mean - mean_ref)",
+        "test_sde.test_kl_is_the_divergence",
+    ),
+    Mutant(
+        SDE + "gaussian_kl",
+        "dt is missing: divides by g^2",
+        "(mean - mean_ref) / step_std",
+        "(mean - mean_ref) / (step_std / 0.25**0.5)",
+        "test_sde.test_kl_is_the_divergence",
+    ),
+    Mutant(
+        SDE + "gaussian_kl",
+        "the half is missing",
+        ".sum(1) / 2",
+        ".sum(1)",
+        "test_sde.test_kl_is_the_divergence",
+    ),
+    Mutant(
+        SDE + "gaussian_kl",
+        "no gradient",
+        "(mean - mean_ref)",
+        "(mean - mean_ref).detach()",
+        "test_sde.test_gradients_reach_the_velocity_only_through_the_mean",
+    ),
+    # ---- advantages and the surrogate ----
+    Mutant(GRPO + "group_advantages", "mean over prompts", "r.mean(dim=1", "r.mean(dim=0", FORMULA),
+    Mutant(GRPO + "group_advantages", "unbiased std", "correction=0", "correction=1", FORMULA),
+    Mutant(GRPO + "group_advantages", "no eps", "correction=0) + eps)", "correction=0))", FORMULA),
+    Mutant(GRPO + "group_advantages", "the batch's std is the group's", "else (0, 1)", "else 1", FORMULA),
+    Mutant(
+        GRPO + "group_advantages",
+        "the batch's std mixes steps",
+        "else (0, 1)",
+        "else tuple(range(r.dim()))",
+        FORMULA,
+    ),
+    Mutant(
+        GRPO + "group_advantages",
+        "no clamp",
+        ".clamp(-clamp, clamp)",
+        "",
+        "test_grpo.test_advantages_are_clamped",
+    ),
+    Mutant(
+        GRPO + "group_advantages",
+        "rounding noise in a group of equal rewards",
+        ".masked_fill(all_equal, 0.0)",
+        "",
+        "test_grpo.test_equal_rewards_give_exactly_zero",
+    ),
+    Mutant(GRPO + "clipped_surrogate", "min for max", "torch.maximum", "torch.minimum", SURROGATE),
+    Mutant(
+        GRPO + "clipped_surrogate",
+        "clips above only",
+        "ratio.clamp(1 - clip_range, 1 + clip_range)",
+        "ratio.clamp(max=1 + clip_range)",
+        SURROGATE,
+    ),
+    Mutant(
+        GRPO + "clipped_surrogate",
+        "no clip",
+        "ratio.clamp(1 - clip_range, 1 + clip_range)",
+        "ratio",
+        SURROGATE,
+    ),
+    Mutant(
+        GRPO + "clipped_surrogate",
+        "the ratio is detached: nothing is learned",
+        "torch.exp(log_prob_new - ",
+        "torch.exp(log_prob_new.detach() + 0 * log_prob_new - ",
+        SURROGATE,
+    ),
+    Mutant(
+        GRPO + "clipped_surrogate",
+        "the ratio is inverted",
+        "log_prob_new - log_prob_old.detach()",
+        "log_prob_old.detach() - log_prob_new",
+        SURROGATE,
+    ),
+    Mutant(
+        GRPO + "clipped_surrogate",
+        "the reward falls",
+        "torch.maximum(-advantages * ratio, -advantages",
+        "torch.maximum(advantages * ratio, advantages",
+        SURROGATE,
+    ),
+    Mutant(
+        GRPO + "clipped_surrogate", "weights are ignored", "if weights is not None:", "if False:", SURROGATE
+    ),
+    Mutant(GRPO + "clipped_surrogate", "weights get a gradient", "weights.detach()", "weights", SURROGATE),
+    Mutant(
+        GRPO + "clipped_surrogate",
+        "the old policy gets a gradient",
+        "log_prob_old.detach()",
+        "log_prob_old",
+        SURROGATE,
+    ),
+    Mutant(
+        GRPO + "clipped_surrogate", "sum over samples", "per_sample.mean()", "per_sample.sum()", SURROGATE
+    ),
+    Mutant(
+        GRPO + "clipped_surrogate",
+        "clip fraction counts one side",
+        "(deviation > clip_range)",
+        "(ratio > 1 + clip_range)",
+        SURROGATE,
+    ),
+    Mutant(
+        GRPO + "clipped_surrogate",
+        "shapes broadcast",
+        "t.shape != log_prob_new.shape",
+        "False",
+        "test_grpo.test_surrogate_refuses_shapes_that_would_broadcast",
+    ),
+    # ---- rollouts ----
+    Mutant(
+        ROLLOUT + "sample_noise",
+        "every iteration draws the same noise",
+        "(seed, iteration, i)",
+        "(seed, i)",
+        "test_rollout.test_sample_noise_depends_on_the_sample_alone",
+    ),
+    Mutant(
+        ROLLOUT + "sample_noise",
+        "noise depends on the place in the micro-batch",
+        "for i in samples:",
+        "for i in range(len(samples)):",
+        "test_rollout.test_sample_noise_depends_on_the_sample_alone",
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "the first step reuses the initial noise",
+        "noise[:, 1 + k - start]",
+        "noise[:, k - start]",
+        REPLAY,
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "sigma_clip moves with the step",
+        "sigma_clip=sigmas[1]",
+        "sigma_clip=sigma_next",
+        REPLAY,
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "stores the state after the step",
+        "latents.append(x)\n                if with",
+        "latents.append(ode_step(x, v, sigma, sigma_next))\n                if with",
+        REPLAY,
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "log-prob of the unrounded state",
+        "x = (mean + step_std * noise[:, 1 + k - start]).to(storage_dtype)",
+        "x = mean + step_std * noise[:, 1 + k - start]; latents[-1] = latents[-1].to(storage_dtype)",
+        "test_rollout.test_ratio_is_one_before_the_first_update",
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "completions skip their first step",
+        "branches.append(ode_step(x, v, sigma, sigma_next).to(storage_dtype))",
+        "branches.append(x)",
+        WAVEFRONT,
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "completions get each other's prompts",
+        "torch.cat([value] * len(branches))",
+        "value.repeat_interleave(len(branches), 0)",
+        WAVEFRONT,
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "the last completion is not the trajectory's end",
+        "[*branches, x]",
+        "[*branches, branches[-1]]",
+        WAVEFRONT,
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "completions are not counted",
+        "rows + len(joined), calls + used",
+        "rows, calls",
+        "test_rollout.test_wavefront_counts",
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "the window may hold the last step",
+        "stop <= num_steps - 1",
+        "stop <= num_steps",
+        "test_rollout.test_windows_that_do_not_fit_are_refused",
+    ),
+    Mutant(
+        ROLLOUT + "ode_sample",
+        "stops a step early",
+        "zip(sigmas[:-1], sigmas[1:], strict=True)",
+        "zip(sigmas[:-2], sigmas[1:-1], strict=True)",
+        "test_rollout.test_ode_sample_follows_the_grid",
+    ),
+    # ---- turning points ----
+    Mutant(
+        TP + "incremental_rewards",
+        "the decrease",
+        "R[..., 1:] - R[..., :-1]",
+        "R[..., :-1] - R[..., 1:]",
+        "test_tp_grpo.test_increments_telescope",
+    ),
+    Mutant(
+        TP + "turning_points", "ignores the first step", "points[..., 0] = follows[..., 0]", "pass", PATTERNS
+    ),
+    Mutant(
+        TP + "turning_points",
+        "the first step of `trend` need not agree",
+        "s[..., 0] > 0",
+        "d[..., 0] > 0",
+        PATTERNS,
+    ),
+    Mutant(TP + "turning_points", "`consistent` is `trend`", "points &= follows", "pass", PATTERNS),
+    Mutant(
+        TP + "turning_points",
+        "continuation counts the step itself",
+        "sign(R[..., -1:] - R[..., 1:]) > 0",
+        "sign(R[..., -1:] - R[..., :-1]) > 0",
+        "test_tp_grpo.test_last_step_is_never_a_consistent_turning_point",
+    ),
+    Mutant(
+        TP + "turning_points", "a flat step ends a trend", "(s[..., :-1] < 0)", "(s[..., :-1] <= 0)", PATTERNS
+    ),
+    Mutant(
+        TP + "turning_points",
+        "local flips, whatever the overall trend",
+        "d * sign(R[..., -1:] - R[..., :1])",
+        "d",
+        PATTERNS,
+    ),
+    Mutant(
+        TP + "turning_points",
+        "tolerance is ignored",
+        "difference.abs() <= tolerance",
+        "difference == 0",
+        "test_tp_grpo.test_tolerance_ignores_jitter",
+    ),
+    Mutant(TP + "balance", "keeps the smallest", "descending=True", "descending=False", BALANCE),
+    Mutant(TP + "balance", "ranks by the signed award", "r_agg.abs(), -1.0)", "r_agg, -99.0)", BALANCE),
+    Mutant(TP + "balance", "drops all if one side is empty", "return mask", "return mask & False", BALANCE),
+    Mutant(TP + "balance", "drops awards of 0", "kept = mask & (r_agg == 0)", "kept = mask & False", BALANCE),
+    Mutant(
+        TP + "balance",
+        "later ones win ties",
+        "torch.where(side, r_agg.abs(), -1.0)",
+        "torch.where(side, r_agg.abs() + 1e-3 * torch.arange(side.numel()).view_as(side), -1.0)",
+        BALANCE,
+    ),
+    Mutant(
+        TP + "step_rewards",
+        "a turning point does not get its own change",
+        "R[..., -1:] - R[..., :-1]",
+        "R[..., -1:] - R[..., 1:]",
+        BY_HAND,
+    ),
+    Mutant(
+        TP + "step_rewards",
+        "a turning point gets the whole trajectory's change",
+        "R[..., -1:] - R[..., :-1]",
+        "(R[..., -1:] - R[..., :1]).expand_as(R[..., 1:])",
+        BY_HAND,
+    ),
+    Mutant(
+        TP + "step_rewards",
+        "the aggregate comes on top",
+        "torch.where(points, r_agg,",
+        "torch.where(points, r_agg + incremental_rewards(R),",
+        BY_HAND,
+    ),
+    Mutant(
+        TP + "step_rewards",
+        "steps that do not turn get nothing",
+        "incremental_rewards(R))",
+        "0 * r_agg)",
+        BY_HAND,
+    ),
+    Mutant(
+        TP + "step_rewards",
+        "dropped turning points keep their award",
+        "points = balance(points, r_agg)",
+        "pass",
+        "test_tp_grpo.test_balance_spans_the_whole_batch_and_the_rest_falls_back",
+    ),
+    # ---- the objective, in both files ----
+    *[
+        mutant
+        for algorithm in (FLOW, TP)
+        for mutant in (
+            Mutant(
+                algorithm + "step_loss",
+                "the KL is rewarded",
+                "+ args.beta * kl",
+                "- args.beta * kl",
+                STEP_LOSS,
+            ),
+            Mutant(
+                algorithm + "step_loss",
+                "the KL has no gradient",
+                "+ args.beta * kl",
+                "+ args.beta * kl.detach()",
+                STEP_LOSS,
+            ),
+            Mutant(
+                algorithm + "step_loss",
+                "the KL is to the policy itself",
+                "policy.reference()",
+                "torch.no_grad()",
+                STEP_LOSS,
+            ),
+            Mutant(
+                algorithm + "step_loss",
+                "the KL is summed where the ratio is averaged",
+                "mean_ref, step_std) / entries",
+                "mean_ref, step_std)",
+                STEP_LOSS,
+            ),
+            Mutant(algorithm + "step_loss", "per_dim is exact", "x[0].numel()", "1", STEP_LOSS),
+            Mutant(
+                algorithm + "step_loss",
+                "the old log-prob of another step",
+                "trajectory.log_prob[:, j]",
+                "trajectory.log_prob[:, j - 1]",
+                STEP_LOSS,
+            ),
+            Mutant(
+                algorithm + "step_loss",
+                "trains the step after",
+                "trajectory.latents[:, j + 1]",
+                "trajectory.latents[:, j + 2]",
+                STEP_LOSS,
+            ),
+        )
+    ],
+    # ---- around the algorithms ----
+    Mutant(
+        "shared.prompts.sample_groups",
+        "every pass has the same order",
+        " + iteration // per_pass",
+        "",
+        "test_prompts.test_groups_differ_between_passes_and_seeds",
+    ),
+    Mutant(
+        "shared.prompts.sample_groups",
+        "an iteration repeats the last one's prompts",
+        "iteration % per_pass * num_groups",
+        "0",
+        "test_prompts.test_groups_are_distinct_and_pass_over_all_prompts",
+    ),
+    Mutant(
+        "shared.prompts.digit_of",
+        "takes the first of several digits",
+        "len(found) != 1",
+        "len(found) < 1",
+        "test_prompts.test_digit_of_refuses",
+    ),
+    Mutant(
+        "shared.rewards.score",
+        "weights are ignored",
+        "reward.weight * parts",
+        "1.0 * parts",
+        "test_rewards.test_weighted_sum_keeps_its_parts",
+    ),
+    Mutant(
+        "shared.rewards.score",
+        "every batch sees the first prompts",
+        "prompts[first : first + batch_size]",
+        "prompts[: len(images)]",
+        "test_rewards.test_scores_keep_the_order_in_any_batches",
+    ),
+    Mutant(
+        "shared.training.EMA.update",
+        "the average copies the weights",
+        "self._average_into(self.average",
+        "self._average_into([p.clone() for p in self.average]",
+        "test_training.test_ema_closed_form_and_swap",
+    ),
+    Mutant(
+        TRAINING + "apply_update",
+        "an infinite gradient is applied",
+        "if not norm < float",
+        "if norm == 2 * float",
+        "test_training.test_a_gradient_that_is_not_finite_never_reaches_the_weights",
+    ),
+    Mutant(
+        TRAINING + "apply_update",
+        "gradients pile up",
+        "optimizer.zero_grad()",
+        "pass",
+        "test_training.test_update_clips_the_norm",
+    ),
+    Mutant(
+        TRAINING + "average",
+        "unweighted",
+        "weight * metrics[name]",
+        "metrics[name] / len(weighted) * total",
+        "test_training.test_averages_are_weighted",
+    ),
+    Mutant(
+        TRAINING + "micro_batches",
+        "drops the rest",
+        "range(0, count, size)",
+        "range(0, count // size * size, size)",
+        "test_training.test_micro_batches_cover_all_rows_in_order",
+    ),
+    Mutant(
+        TRAINING + "own_groups",
+        "all processes take the first groups",
+        "range(rank * num_groups // count,",
+        "range(0,",
+        "test_training.test_groups_are_dealt_out_whole",
+    ),
+]

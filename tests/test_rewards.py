@@ -1,0 +1,66 @@
+"""The contract of rewards: order, weights, batches, and failures that never become a number."""
+
+import pytest
+import torch
+
+from shared.errors import InputError, RewardError
+from shared.prompts import Prompt
+from shared.rewards import Reward, make_rewards, score
+
+PROMPTS = [Prompt(str(i), {}) for i in range(5)]
+PIXELS = torch.arange(5.0).view(5, 1, 1, 1).expand(5, 3, 2, 2)
+
+
+def brightness(pixels, prompts):
+    return pixels.mean((1, 2, 3)) + torch.tensor([10.0 * int(p.text) for p in prompts])
+
+
+@pytest.mark.parametrize("batch_size, calls", [(None, 1), (2, 3), (5, 1)])
+def test_scores_keep_the_order_in_any_batches(batch_size, calls):
+    scores = score([Reward("b", 1.0, brightness)], PIXELS, PROMPTS, batch_size)
+    assert scores.total.tolist() == [0.0, 11.0, 22.0, 33.0, 44.0] and scores.calls == calls
+    assert scores.total.dtype == torch.float32
+
+
+def test_weighted_sum_keeps_its_parts():
+    ones = Reward("ones", -2.0, lambda pixels, prompts: torch.ones(len(prompts)))
+    scores = score([Reward("b", 0.5, brightness), ones], PIXELS, PROMPTS)
+    assert scores.total.tolist() == [-2.0, 3.5, 9.0, 14.5, 20.0] and scores.calls == 2
+    assert (
+        scores.parts["b"].tolist() == [0.0, 11.0, 22.0, 33.0, 44.0]
+        and scores.parts["ones"].tolist() == [1.0] * 5
+    )
+
+
+def raises(pixels, prompts):
+    raise OSError("disk on fire")
+
+
+@pytest.mark.parametrize("function, message", [
+    (lambda pixels, prompts: torch.tensor([0.0, 1.0, torch.nan, 2.0, 3.0]), "1 values that are not finite"),
+    (lambda pixels, prompts: torch.full((5,), -torch.inf), "5 values that are not finite"),
+    (lambda pixels, prompts: torch.zeros(4), "shape"),
+    (lambda pixels, prompts: torch.zeros(5, 1), "shape"),
+    (lambda pixels, prompts: None, "failed"),
+    (raises, "OSError: disk on fire"),
+])  # fmt: skip
+def test_failures_are_errors_that_name_the_reward(function, message):
+    with pytest.raises(RewardError, match="'broken'") as error:
+        score([Reward("fine", 1.0, brightness), Reward("broken", 1.0, function)], PIXELS, PROMPTS)
+    assert message in str(error.value)
+
+
+def test_specifications():
+    assert [(r.name, r.weight) for r in make_rewards("label")] == [("label", 1.0)]
+    assert [(r.name, r.weight) for r in make_rewards("label:2, jpeg:-0.5")] == [
+        ("label", 2.0),
+        ("jpeg", -0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "nope", "label,", "label:x", "label:", "label:nan", "label:inf", "label:0", "ink,ink:2"]
+)
+def test_bad_specifications_are_refused(spec):
+    with pytest.raises(InputError):
+        make_rewards(spec)
