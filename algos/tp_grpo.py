@@ -14,7 +14,6 @@ Differs from Flow-GRPO in
     1. `rollout` also completes each state before a stochastic step; all n + 1 images are scored.
     2. `step_rewards` turns R (P, G, n+1) into one reward per step (P, G, n).
     3. Advantages are normalised within the group step by step, and each step is trained with its own.
-Everything else is the same code.
 
 Symbols
     paper               here              shape         range
@@ -35,8 +34,7 @@ Differs from the authors' code in
     4. A state's first ODE evaluation is shared with its stochastic step, and completions go down the grid
        together: 55 network evaluations a sample at T = 10 in place of 64: test_wavefront_counts.
     5. All that algos/flow_grpo.py lists.
-Left out: propagation of turning points to earlier steps (off in the published run), a start without turning
-points.
+Left out: propagation of turning points to earlier steps (off in the published run).
 """
 
 import sys
@@ -167,8 +165,8 @@ class Args:
 def incremental_rewards(R: Tensor) -> Tensor:
     """What each step changed: d[j] = R[j] - R[j-1], j = 1 .. n (Eq. 7).
 
-    R: (..., n+1), rewards of the ODE completions after 0 .. n stochastic steps. Returns (..., n). Their sum
-       is R[n] - R[0].
+    R: (..., n+1), rewards of the ODE completions after 0 .. n stochastic steps. Returns (..., n), which add up
+    to R[n] - R[0].
     """
     return R[..., 1:] - R[..., :-1]
 
@@ -186,9 +184,8 @@ def turning_points(R: Tensor, rule: str = "consistent", tolerance: float = 0.0) 
     step that changes nothing neither ends nor continues a trend, so a turn across a flat step is no turning
     point.
 
-    R: (..., n+1). rule: "consistent" or "trend". tolerance: |differences| up to it have sign 0. Returns bool
-       (..., n).
-    Raises ValueError for an unknown rule.
+    R: (..., n+1). rule: "consistent" or "trend". tolerance: |differences| up to it have sign 0.
+    Returns bool (..., n). Raises ValueError for an unknown rule.
     """
     if rule not in ("consistent", "trend"):
         raise ValueError(f'rule must be "consistent" or "trend", not {rule!r}')
@@ -200,7 +197,7 @@ def turning_points(R: Tensor, rule: str = "consistent", tolerance: float = 0.0) 
     s = d * sign(R[..., -1:] - R[..., :1])
     follows = (
         d * sign(R[..., -1:] - R[..., 1:]) > 0
-    )  # what comes after step j continues its direction; false at j = n
+    )  # what follows step j keeps its direction; false at j = n
     points = torch.zeros_like(d, dtype=torch.bool)
     points[..., 1:] = (s[..., :-1] < 0) & (s[..., 1:] > 0)
     if rule == "trend":
@@ -223,12 +220,11 @@ def balance(mask: Tensor, r_agg: Tensor) -> Tensor:
     keep = min(int(positive.sum()), int(negative.sum()))
     if keep == 0:
         return mask
-    kept = mask & (r_agg == 0)
+    kept = (mask & (r_agg == 0)).flatten()
     for side in (positive, negative):
         size = torch.where(side, r_agg.abs(), -1.0).flatten()
-        largest = size.sort(descending=True, stable=True).indices[:keep]
-        kept.view(-1)[largest] = True
-    return kept
+        kept[size.sort(descending=True, stable=True).indices[:keep]] = True
+    return kept.view(mask.shape)
 
 
 def step_rewards(
@@ -280,11 +276,8 @@ def step_loss(
 def train(args: Args) -> list[dict]:
     """Train and leave a run folder behind. Returns the metrics of every iteration, as in metrics.jsonl."""
     tolerance, rows = args.reward_tolerance, args.completion_batch_size
-    check_args(
-        args,
-        reward_tolerance=(0 <= tolerance < float("inf"), "0 or more"),
-        completion_batch_size=(rows is None or rows >= 1, "at least 1"),
-    )
+    own = {"reward_tolerance": (0 <= tolerance < float("inf"), "0 or more")}
+    check_args(args, **own, completion_batch_size=(rows is None or rows >= 1, "at least 1"))
     prompts = load_prompts(args.prompts)
     sample_groups(len(prompts), args.num_prompts, args.seed, 0)  # refuses a set that is too small
     accelerator = Accelerator()
@@ -380,10 +373,13 @@ def train(args: Args) -> list[dict]:
                 seconds | {"seconds": time.perf_counter() - began},
             )
             if iteration == 1 and accelerator.is_main_process:
+                awarded = per_step != incremental_rewards(R)
+                of_this_process = [rows[share].flatten(0, 1) for rows in (R, points, awarded)]
+                images = images.unflatten(0, (size, n + 1))
+                states = sigmas[window[0] : window[1] + 1]
                 save_turning_points(
-                    run.folder / "turning_points.png", R[share].flatten(0, 1), points[share].flatten(0, 1),
-                    images.unflatten(0, (size, n + 1)), texts, sigmas[window[0] : window[1] + 1],
-                )  # fmt: skip
+                    run.folder / "turning_points.png", *of_this_process, images, texts, states
+                )
             stopping = stop.requested()
             if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or stopping:
                 run.save(iteration, policy.module, optimizer, ema)

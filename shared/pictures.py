@@ -56,34 +56,35 @@ def save_reward_curve(path: Path, history: list[dict], eval_before: float) -> No
 
 def save_turning_points(
     path: Path,
-    completion_rewards: Tensor,
+    R: Tensor,
     points: Tensor,
+    awarded: Tensor,
     images: Tensor,
     prompts: list[Prompt],
     sigmas: Tensor,
 ) -> None:
-    """For the trajectories with the most turning points: R[0..n], turning points marked, the completed images
-    beneath.
+    """For the trajectories whose turning points weigh most: R[0..n], turning points marked, images beneath.
 
-    completion_rewards (B, n+1), points (B, n) bool, images (B, n+1, 3, H, W), B prompts, sigmas (n+1,) of the
-    states 0..n.
+    R (B, n+1), points and awarded (B, n) bool (all turning points; those that balancing left), images
+    (B, n+1, 3, H, W), B prompts, sigmas (n+1,) of the states 0..n.
     """
-    chosen = points.sum(1).argsort(descending=True, stable=True)[:MAX_TRAJECTORIES].tolist()
-    completion_rewards, points, images = completion_rewards[chosen], points[chosen], images[chosen]
-    prompts = [prompts[i] for i in chosen]
-    k, n = points.shape
-    figure = _figure(max(1.05 * (n + 1), 6) + 0.6, 3.4 * k)
+    weight = ((R[:, -1:] - R[:, :-1]).abs() * points).sum(1)
+    chosen = weight.argsort(descending=True, stable=True)[:MAX_TRAJECTORIES].tolist()
+    k, n = len(chosen), points.shape[1]
+    figure = _figure(max(1.05 * (n + 1), 6) + 0.6, 3.3 * k + 0.6)
     grid = figure.add_gridspec(2 * k, n + 1, height_ratios=[2.2, 1] * k)
-    for i in range(k):
-        r = completion_rewards[i]
-        axes = figure.add_subplot(grid[2 * i, :])
+    for row, i in enumerate(chosen):
+        r = R[i].tolist()
+        axes = figure.add_subplot(grid[2 * row, :])
         axes.plot(range(n + 1), r, color=GREY, marker="o", markersize=3)
         for j in range(1, n + 1):
             if points[i, j - 1]:
                 axes.plot([j - 1, j], r[j - 1 : j + 1], color=ORANGE, linewidth=3)
-                axes.plot(j, r[j], color=ORANGE, marker="D", markersize=9)
-                where = dict(textcoords="offset points", xytext=(0, 9), ha="center", fontsize=8, color=ORANGE)
-                axes.annotate(f"{r[n] - r[j - 1]:+.2f}", (j, r[j]), **where)
+                fill = ORANGE if awarded[i, j - 1] else "white"
+                axes.plot(j, r[j], color=ORANGE, marker="D", markersize=9, markerfacecolor=fill)
+                place = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center", "fontsize": 8}
+                place["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+                axes.annotate(f"{r[n] - r[j - 1]:+.2g}", (j, r[j]), color=ORANGE, **place)
         axes.margins(y=0.3)
         axes.set_xlim(-0.5, n + 0.5)
         axes.set_xticks(range(n + 1), [f"{j}\nσ {s:.2f}" for j, s in enumerate(sigmas)], fontsize=8)
@@ -91,11 +92,12 @@ def save_turning_points(
         axes.set_title(f"{prompts[i].text}: R[0] = {r[0]:.3f}, R[{n}] = {r[n]:.3f}", fontsize=10)
         axes.grid(alpha=0.3)
         for j in range(n + 1):
-            _show(figure.add_subplot(grid[2 * i + 1, j]), images[i, j])
+            _show(figure.add_subplot(grid[2 * row + 1, j]), images[i, j])
     figure.suptitle(
-        "Turning points (diamonds): steps that turn the trajectory to its final direction.\n"
-        "Their reward is R[n] - R[j-1], shown beside them; every other step gets R[j] - R[j-1].", fontsize=10,
-    )  # fmt: skip
+        "Diamonds: turning points, steps that turn the trajectory to its final direction. Filled: rewarded\n"
+        "with R[n] - R[j-1], the number above. Hollow: dropped by balancing; it gets R[j] - R[j-1] like others.",
+        fontsize=10,
+    )
     figure.savefig(path)
 
 

@@ -409,7 +409,7 @@ MUTANTS = [
     Mutant(TP + "balance", "keeps the smallest", "descending=True", "descending=False", BALANCE),
     Mutant(TP + "balance", "ranks by the signed award", "r_agg.abs(), -1.0)", "r_agg, -99.0)", BALANCE),
     Mutant(TP + "balance", "drops all if one side is empty", "return mask", "return mask & False", BALANCE),
-    Mutant(TP + "balance", "drops awards of 0", "kept = mask & (r_agg == 0)", "kept = mask & False", BALANCE),
+    Mutant(TP + "balance", "drops awards of 0", "(mask & (r_agg == 0))", "(mask & False)", BALANCE),
     Mutant(
         TP + "balance",
         "later ones win ties",

@@ -73,7 +73,7 @@ def test_noise_level_zero_makes_all_completions_equal(linear_policy):
 
 
 def test_wavefront_counts():
-    """T = 10, 9 trained steps: 10 evaluations a trajectory and 9 + .. + 1 for completions, in 10 + 9 calls."""
+    """T = 10, 9 trained steps: 10 evaluations a trajectory, 9 + .. + 1 for completions, in 10 + 9 calls."""
     policy = LinearPolicy()
     noise = sample_noise(policy, 0, 1, range(4), 10)
     plain = rollout(policy, noise, COND, shifted_sigmas(10), (0, 9), noise_level=0.7)

@@ -114,6 +114,8 @@ def test_balance_keeps_the_largest_awards(entries):
     expected = literal_balance(mask.tolist(), award.tolist())
     assert balance(mask, award).tolist() == expected
     assert balance(mask.view(1, -1, 1), award.view(1, -1, 1)).flatten().tolist() == expected
+    square = torch.stack([mask, mask]).T, torch.stack([award, award]).T  # not contiguous in memory
+    assert torch.equal(balance(*square), balance(*(t.contiguous() for t in square)))
 
 
 def test_balance_spans_the_whole_batch_and_the_rest_falls_back():

@@ -215,7 +215,7 @@ def test_two_processes_equal_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_training_teaches(name, tmp_path):
-    """Twelve iterations raise the reward on fixed prompts and noise, by half of what was measured at least."""
+    """Twelve iterations gain at least half of what seeds 0 to 2 gained: 0.08 (flow), 0.19 (tp)."""
     options = {
         "num_iterations": 12,
         "num_prompts": 8,
@@ -226,7 +226,7 @@ def test_training_teaches(name, tmp_path):
     }
     history, _ = run(ALGORITHMS[name], tmp_path / "run", **options)
     before = json.loads((tmp_path / "run" / "summary.json").read_text())["eval_reward_before"]
-    assert history[-1]["eval_reward"] > before + {"flow_grpo": 0.035, "tp_grpo": 0.07}[name]
+    assert history[-1]["eval_reward"] > before + {"flow_grpo": 0.04, "tp_grpo": 0.09}[name]
 
 
 def test_seeds(tmp_path):
