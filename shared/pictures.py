@@ -95,7 +95,7 @@ def save_turning_points(
             _show(figure.add_subplot(grid[2 * row + 1, j]), images[i, j])
     figure.suptitle(
         "Diamonds: turning points, steps that turn the trajectory to its final direction. Filled: rewarded\n"
-        "with R[n] - R[j-1], the number above. Hollow: dropped by balancing; it gets R[j] - R[j-1] like others.",
+        "with R[n] - R[j-1], the number above. Hollow: dropped by balancing; R[j] - R[j-1], as other steps.",
         fontsize=10,
     )
     figure.savefig(path)
