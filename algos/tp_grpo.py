@@ -165,7 +165,7 @@ class Args:
 def incremental_rewards(R: Tensor) -> Tensor:
     """What each step changed: d[j] = R[j] - R[j-1], j = 1 .. n (Eq. 7).
 
-    R: (..., n+1), rewards of the ODE completions after 0 .. n stochastic steps. Returns (..., n); their sum is
+    R: (..., n+1), rewards of the ODE completions after 0 .. n stochastic steps. Returns (..., n); the sum is
     R[n] - R[0].
     """
     return R[..., 1:] - R[..., :-1]
