@@ -17,10 +17,11 @@ def save_samples(path: Path, images: Tensor, rewards: Tensor, prompts: list[Prom
     count = min(len(images), MAX_IMAGES)
     columns = min(count, 5)
     rows = math.ceil(count / columns)
-    figure = _figure(2.1 * columns, 2.35 * rows + 0.6)
+    figure = _figure(max(2.1 * columns, 6), 2.5 * rows + 0.5)
+    grid = figure.add_gridspec(rows, columns, **_margins(figure, top=0.95, bottom=0.1, left=0.1, right=0.1))
     figure.suptitle(f"{title}: mean reward {rewards.mean():.3f} over {len(rewards)} images, {count} shown")
     for i in range(count):
-        axes = figure.add_subplot(rows, columns, i + 1)
+        axes = figure.add_subplot(grid[i // columns, i % columns])
         _show(axes, images[i])
         axes.set_title(f"{_shorten(prompts[i].text)}\n{rewards[i]:.3f}", fontsize=9)
     figure.savefig(path)
@@ -29,7 +30,7 @@ def save_samples(path: Path, images: Tensor, rewards: Tensor, prompts: list[Prom
 def save_reward_curve(path: Path, history: list[dict], eval_before: float) -> None:
     """Training reward (stochastic samples) and evaluation reward (ODE samples) against iterations."""
     figure = _figure(7, 4.2)
-    axes = figure.add_subplot()
+    axes = figure.add_subplot(figure.add_gridspec(1, 1, **_margins(figure, 0.2, 0.6, 0.8, 0.2))[0, 0])
     iterations = [m["iteration"] for m in history]
     evaluated = [(0, eval_before)] + [
         (m["iteration"], m["eval_reward"]) for m in history if m["eval_reward"] is not None
@@ -71,8 +72,8 @@ def save_turning_points(
     weight = ((R[:, -1:] - R[:, :-1]).abs() * points).sum(1)
     chosen = weight.argsort(descending=True, stable=True)[:MAX_TRAJECTORIES].tolist()
     k, n = len(chosen), points.shape[1]
-    figure = _figure(max(1.05 * (n + 1), 6) + 0.6, 3.3 * k + 0.6)
-    grid = figure.add_gridspec(2 * k, n + 1, height_ratios=[2.2, 1] * k)
+    figure = _figure(max(1.05 * (n + 1), 6) + 1.1, 3.6 * k + 0.8)
+    grid = figure.add_gridspec(2 * k, n + 1, height_ratios=[2, 1] * k, **_margins(figure, 0.9, 0.1, 0.9, 0.2))
     for row, i in enumerate(chosen):
         r = R[i].tolist()
         axes = figure.add_subplot(grid[2 * row, :])
@@ -104,7 +105,19 @@ def save_turning_points(
 def _figure(width: float, height: float):
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+    return Figure(figsize=(width, height), dpi=110)
+
+
+def _margins(figure, top: float, bottom: float, left: float, right: float) -> dict[str, float]:
+    """Margins in inches as arguments of a grid (a computed layout would take longer than everything else)."""
+    width, height = figure.get_size_inches()
+    edges = {
+        "top": 1 - top / height,
+        "bottom": bottom / height,
+        "left": left / width,
+        "right": 1 - right / width,
+    }
+    return edges | {"hspace": 0.4, "wspace": 0.1}
 
 
 def _show(axes, image: Tensor) -> None:

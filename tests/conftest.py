@@ -35,6 +35,15 @@ class LinearPolicy:
         return x
 
 
+@pytest.fixture(autouse=True)
+def pictures_where_they_are_asked_for(request, monkeypatch):
+    """Runs draw no pictures, which takes longer than to train them, except in tests marked `pictures`."""
+    if not request.node.get_closest_marker("pictures"):
+        monkeypatch.setattr("shared.run.save_samples", lambda *args: None)
+        monkeypatch.setattr("shared.run.save_reward_curve", lambda *args: None)
+        monkeypatch.setattr("algos.tp_grpo.save_turning_points", lambda *args: None)
+
+
 @pytest.fixture
 def linear_policy():
     return LinearPolicy()

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-import shared.run
 from algos import flow_grpo, tp_grpo
 from shared.command import saved_args
 from shared.errors import InputError, RewardError
@@ -41,17 +40,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def pictures_in_their_own_test_only(request, monkeypatch):
-    if request.function is not test_what_a_run_leaves_behind:
-        for module, names in [
-            (shared.run, ["save_samples", "save_reward_curve"]),
-            (tp_grpo, ["save_turning_points"]),
-        ]:
-            for name in names:
-                monkeypatch.setattr(module, name, lambda *args: None)
-
-
 def run(module, folder, **options):
     """Train; returns the metrics and the exported weights."""
     history = module.train(module.Args(output_dir=str(folder), **SMALL | options))
@@ -62,6 +50,7 @@ def without_times(history):
     return [{k: v for k, v in m.items() if not k.startswith("seconds")} for m in history]
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_a_run_leaves_behind(name, tmp_path):
     folder = tmp_path / "run"
