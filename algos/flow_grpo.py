@@ -207,6 +207,7 @@ def train(args: Args) -> list[dict]:
     start = run.restore(policy.module, optimizer, ema)
     if start == 0:
         run.begin(evaluation.run(policy, rewards, args.reward_batch_size))
+        run.save(0, policy.module, optimizer, ema)
 
     size = len(share) * args.group_size  # trajectories of this process in an iteration
     first = share[0] * args.group_size  # place of the first of them among those of all processes
@@ -269,11 +270,12 @@ def train(args: Args) -> list[dict]:
                     **reward_means(accelerator, scores.parts),
                     **average(accelerator, step_metrics),
                     "grad_norm": grad_norm,
+                    "seconds": time.perf_counter() - began,
                     "nfe_rows": sum(t.nfe_rows for _, _, t in trajectories) * accelerator.num_processes,
                     "nfe_calls": sum(t.nfe_calls for _, _, t in trajectories) * accelerator.num_processes,
                     "reward_calls": scores.calls * accelerator.num_processes,
                 },
-                seconds | {"seconds": time.perf_counter() - began},
+                seconds,
             )
             stopping = stop.requested()
             if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or stopping:

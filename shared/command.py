@@ -3,6 +3,7 @@ line."""
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,21 +12,21 @@ import tyro
 
 from shared.errors import InputError, RewardError
 
-MAY_CHANGE_ON_RESUME = {"resume", "output_dir", "num_iterations", "eval_every", "checkpoint_every"}
+MAY_CHANGE_ON_RESUME = {"num_iterations", "eval_every", "checkpoint_every"}
 
 
 def run_command(train: Callable, args_class: type, argv: list[str] | None = None) -> None:
     """Parse the command line into args_class and train. What the user can mend is one line on stderr, without
     a traceback.
 
-    Exit codes: 2 for unusable input, 1 for a reward that failed, 130 for an interrupted run (its state is
-    saved).
+    Exit codes: 2 for unusable input, 1 for a reward that failed or a gradient that is not finite, 130 for a
+    run that was stopped (its state is saved).
     """
     try:
         train(parse_args(args_class, sys.argv[1:] if argv is None else argv))
     except InputError as error:
         _leave(f"error: {error}", 2)
-    except RewardError as error:
+    except (RewardError, FloatingPointError) as error:
         _leave(f"error: {error}", 1)
     except KeyboardInterrupt as interrupt:
         _leave(str(interrupt) or "interrupted", 130)
@@ -125,5 +126,6 @@ def _flag(name: str) -> str:
 
 
 def _leave(message: str, code: int) -> None:
-    print(message, file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # of many processes one says it
+        print(message, file=sys.stderr)
     sys.exit(code)

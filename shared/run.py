@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -37,7 +36,7 @@ class Run:
         self.args, self.accelerator = args, accelerator
         self.history: list[dict] = []
         self.eval_before = 0.0
-        self.writer, self.bar, self.began = None, None, time.perf_counter()
+        self.writer, self.bar = None, None
         answer: list = [None]
         if accelerator.is_main_process:
             try:
@@ -65,8 +64,8 @@ class Run:
                 folder += "-again"
         path = Path(folder)
         if not args.resume and (path / "args.json").exists():
-            other = f"continue it with --resume {folder}, or give another --output-dir"
-            raise InputError(f"{folder} already holds a run: {other}")
+            others = f"continue it with --resume {folder}, or give another --output-dir"
+            raise InputError(f"{folder} already holds a run: {others}")
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             settings = dataclasses.asdict(args) | {"output_dir": folder, "resume": None}
@@ -79,9 +78,9 @@ class Run:
     @staticmethod
     def _newest_checkpoint(folder: Path) -> tuple[Path, int]:
         """The newest checkpoint of a run and its iteration. Raises InputError if there is none."""
-        checkpoints = sorted((folder / "checkpoints").glob("*.pt"))
+        checkpoints = _checkpoints(folder)
         if not checkpoints:
-            raise InputError(f"--resume {folder}: it has no checkpoint yet; start the run anew")
+            raise InputError(f"--resume {folder}: it has no checkpoint; start anew with another --output-dir")
         return checkpoints[-1], int(checkpoints[-1].stem)
 
     def restore(self, module: nn.Module, optimizer, ema: EMA) -> int:
@@ -117,26 +116,20 @@ class Run:
     def progress(self, start: int) -> tqdm:
         """The iterations to do, start + 1 .. num_iterations, with a progress bar on the main process."""
         last = self.args.num_iterations
-        self.bar = tqdm(
-            range(start + 1, last + 1),
-            initial=start,
-            total=last,
-            unit="it",
-            disable=not self.accelerator.is_main_process,
-        )
+        quiet = not self.accelerator.is_main_process
+        self.bar = tqdm(range(start + 1, last + 1), initial=start, total=last, unit="it", disable=quiet)
         return self.bar
 
     def log(self, metrics: dict, seconds: dict[str, float]) -> None:
-        """Append one iteration to history, metrics.jsonl (None becomes null) and TensorBoard; show its
-        rewards on the bar."""
-        metrics = metrics | {
-            name if name == "seconds" else f"seconds_{name}": value for name, value in seconds.items()
-        }
+        """Append an iteration and its parts' seconds to history, metrics.jsonl, TensorBoard; show its rewards.
+
+        A metric that is None is null in metrics.jsonl and left out of TensorBoard.
+        """
+        metrics = metrics | {f"seconds_{name}": value for name, value in seconds.items()}
         self.history.append(metrics)
-        evals = [m["eval_reward"] for m in self.history if m["eval_reward"] is not None]
-        self.bar.set_postfix(
-            reward=f"{metrics['reward_mean']:.3f}", eval=f"{(evals or [self.eval_before])[-1]:.3f}"
-        )
+        evaluated = [m["eval_reward"] for m in self.history if m["eval_reward"] is not None]
+        latest = ([self.eval_before] + evaluated)[-1]
+        self.bar.set_postfix(reward=f"{metrics['reward_mean']:.3f}", eval=f"{latest:.3f}")
         if not self.accelerator.is_main_process:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
@@ -161,7 +154,7 @@ class Run:
             }
             folder = self.folder / "checkpoints"
             write_beside(folder / f"{iteration:06d}.pt", lambda file: torch.save(state, file))
-            for old in sorted(folder.glob("*.pt"))[:-CHECKPOINTS_KEPT]:
+            for old in _checkpoints(self.folder)[:-CHECKPOINTS_KEPT]:
                 old.unlink()
         self.accelerator.wait_for_everyone()
 
@@ -170,9 +163,8 @@ class Run:
         if not self.accelerator.is_main_process:
             return
         self.writer.close()
-        save_samples(
-            self.folder / "samples_after.png", *evaluated, f"after {self.args.num_iterations} iterations"
-        )
+        title = f"after {self.args.num_iterations} iterations"
+        save_samples(self.folder / "samples_after.png", *evaluated, title)
         save_reward_curve(self.folder / "reward.png", self.history, self.eval_before)
         policy.module = self.accelerator.unwrap_model(policy.module)
         with ema.applied():
@@ -184,9 +176,8 @@ class Run:
             "seconds": sum(m["seconds"] for m in self.history),
             "nfe_rows": sum(m["nfe_rows"] for m in self.history),
         }
-        write_beside(
-            self.folder / "summary.json", lambda file: file.write_text(json.dumps(summary, indent=2) + "\n")
-        )
+        text = json.dumps(summary, indent=2) + "\n"
+        write_beside(self.folder / "summary.json", lambda file: file.write_text(text))
         print(
             f"\n{self.args.algorithm} on {self.args.model}, reward {self.args.reward}: evaluation reward"
             f" {summary['eval_reward_before']:.3f} before, {summary['eval_reward_after']:.3f} after"
@@ -204,9 +195,7 @@ class StopSignal:
         self.accelerator, self.signalled, self.previous = accelerator, False, {}
 
     def __enter__(self) -> "StopSignal":
-        with contextlib.suppress(
-            ValueError
-        ):  # only the main thread may listen; elsewhere the run cannot be asked to stop
+        with contextlib.suppress(ValueError):  # only the main thread may listen
             self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -232,6 +221,11 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> None:
     beside = path.with_name(path.name + ".tmp")
     write(beside)
     os.replace(beside, path)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the oldest first."""
+    return sorted((folder / "checkpoints").glob("[0-9]*.pt"), key=lambda path: int(path.stem))
 
 
 def _trainable(module: nn.Module) -> dict[str, Tensor]:

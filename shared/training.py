@@ -106,13 +106,10 @@ def apply_update(accelerator: Accelerator, module: nn.Module, optimizer, max_gra
 
     Raises FloatingPointError, with the weights untouched, if a gradient is not finite.
     """
-    norm = float(
-        accelerator.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], max_grad_norm)
-    )
+    trained = [p for p in module.parameters() if p.requires_grad]
+    norm = float(accelerator.clip_grad_norm_(trained, max_grad_norm))
     if not norm < float("inf"):
-        raise FloatingPointError(
-            f"the gradient's norm is {norm}; the weights are untouched and the last checkpoint stands"
-        )
+        raise FloatingPointError(f"the gradient's norm is {norm}; the last checkpoint is intact")
     optimizer.step()
     optimizer.zero_grad()
     return norm

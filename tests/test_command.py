@@ -97,9 +97,10 @@ BAD = {  # the command line -> what the one line says
     "--resume folder": "no run there",
     "--resume torn": "no run there",
     "--resume old": "that run is of another_grpo; resume it with algos/another_grpo.py",
-    "--resume young-{name}": "no checkpoint yet",
+    "--resume young-{name}": "no checkpoint; start anew",
     "--resume=young-{name} --learning-rate 1": "leave out --learning-rate",
     "--resume young-{name} --seed 3 --beta 1": "leave out --beta, --seed",
+    "--resume young-{name} --output-dir other": "leave out --output-dir",
     "--resume future-{name}": "of another version",
 }
 TP_ONLY = {

@@ -148,6 +148,27 @@ def test_resume_is_exact(name, tmp_path):
         module.train(saved_args(module.Args, str(tmp_path / "resumed")))
 
 
+def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(tmp_path):
+    straight, weights = run(flow_grpo, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "000002.pt").unlink()
+    resumed = flow_grpo.train(saved_args(flow_grpo.Args, str(tmp_path / "run")))
+    assert without_times(resumed) == without_times(straight)
+    again = load_file(tmp_path / "run" / "digits.safetensors")
+    assert all(torch.equal(again[key], weights[key]) for key in weights)
+
+
+def test_checkpoints_of_another_model_are_refused_with_their_keys(tmp_path):
+    run(flow_grpo, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "000002.pt"
+    state = torch.load(path, weights_only=True)
+    state["module"]["adapter.weight"] = state["module"].pop("label.weight")
+    torch.save(state, path)
+    args = saved_args(flow_grpo.Args, str(tmp_path / "run"))
+    args.num_iterations = 3
+    with pytest.raises(InputError, match="only one of them has adapter.weight, label.weight"):
+        flow_grpo.train(args)
+
+
 def test_ctrl_c_saves_and_resume_continues(tmp_path):
     """The real process, interrupted, then `--resume RUN` alone; equal to a run that was left in peace."""
     command = [sys.executable, str(ROOT / "algos" / "flow_grpo.py")]
