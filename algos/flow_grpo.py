@@ -35,13 +35,14 @@ Differs from the authors' code in
        test_ema_counts_updates_not_micro_batches.
     6. The singularity at sigma = 1 is guarded by sigma > sigma[1], not sigma == 1:
        test_first_step_std_is_the_noise_level.
-Left out: classifier-free guidance (the digits have none), several updates per rollout.
+Left out: classifier-free guidance (the digits have none); several updates per rollout, without which the
+ratio stays 1 and the clip has no effect.
 """
 
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -133,7 +134,8 @@ class Args:
     """Log-probabilities of the ratio and the KL: summed over the latent's entries, or averaged, as upstream
     does (clip ranges are then 1e-5 to 1e-3)."""
     clip_range: float = 0.2
-    """epsilon: the ratio is clipped to 1 - epsilon .. 1 + epsilon (upstream: train.clip_range)."""
+    """epsilon: the ratio is clipped to 1 - epsilon .. 1 + epsilon (upstream: train.clip_range). With one
+    update per rollout the ratio is 1 and the clip has no effect."""
     beta: float = 0.0
     """beta: weight of the KL to the model before RL (upstream: train.beta)."""
 
@@ -156,7 +158,7 @@ class Args:
 def step_loss(
     policy, trajectory: Rollout, j: int, k: int, cond: dict, sigmas: Tensor, advantages: Tensor, args: Args
 ):
-    """The paper's objective (Eq. 5) at one trained step of B trajectories, as a loss: the mean over the
+    """The paper's objective at one trained step of B trajectories, as a loss: the mean over the
     trajectories.
 
         loss = mean( max(-A ratio, -A clip(ratio, 1 - epsilon, 1 + epsilon)) + beta KL(policy || reference) )
@@ -194,9 +196,9 @@ def train(args: Args) -> list[dict]:
     policy = make_policy(args.model, accelerator.device)
     rewards = make_rewards(args.reward, accelerator.device)
     policy.encode(prompts)  # refuses prompts that the model cannot take
-    run = Run(args, accelerator)
-
     window = args.sde_window or (0, args.num_steps - 1)
+    run = Run(replace(args, sde_window=window), accelerator)
+
     sigmas, trained_steps = policy.sigmas(args.num_steps), range(*window)
     n = len(trained_steps)
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
@@ -205,8 +207,14 @@ def train(args: Args) -> list[dict]:
     policy.module, optimizer = accelerator.prepare(policy.module, optimizer)
     evaluation = Evaluation(policy, prompts, args.eval_samples, args.eval_steps, args.micro_batch_size)
     start = run.restore(policy.module, optimizer, ema)
+    if start in (
+        0,
+        args.num_iterations,
+    ):  # before training, or of a run that stopped before its end was written
+        with ema.applied():
+            evaluated = evaluation.run(policy, rewards, args.reward_batch_size)
     if start == 0:
-        run.begin(evaluation.run(policy, rewards, args.reward_batch_size))
+        run.begin(evaluated)
         run.save(0, policy.module, optimizer, ema)
 
     size = len(share) * args.group_size  # trajectories of this process in an iteration
@@ -280,7 +288,7 @@ def train(args: Args) -> list[dict]:
             stopping = stop.requested()
             if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or stopping:
                 run.save(iteration, policy.module, optimizer, ema)
-            if stopping:
+            if stopping and iteration < args.num_iterations:
                 raise KeyboardInterrupt(f"stopped and saved; continue with --resume {run.folder}")
 
     run.finish(policy, ema, evaluated)

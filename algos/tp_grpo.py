@@ -34,13 +34,13 @@ Differs from the authors' code in
     4. A state's first ODE evaluation is shared with its stochastic step, and completions go down the grid
        together: 55 network evaluations a sample at T = 10 in place of 64: test_wavefront_counts.
     5. All that algos/flow_grpo.py lists.
-Left out: propagation of turning points to earlier steps (off in the published run).
+Left out: what algos/flow_grpo.py leaves out; propagation of turning points (off in the published run).
 """
 
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -142,7 +142,8 @@ class Args:
     """Log-probabilities of the ratio and the KL: summed over the latent's entries, or averaged, as upstream
     does (clip ranges are then 1e-5 to 1e-3)."""
     clip_range: float = 0.2
-    """epsilon: the ratio is clipped to 1 - epsilon .. 1 + epsilon (upstream: train.clip_range)."""
+    """epsilon: the ratio is clipped to 1 - epsilon .. 1 + epsilon (upstream: train.clip_range). With one
+    update per rollout the ratio is 1 and the clip has no effect."""
     beta: float = 0.0
     """beta: weight of the KL to the model before RL (upstream: train.beta)."""
 
@@ -165,10 +166,9 @@ class Args:
 def incremental_rewards(R: Tensor) -> Tensor:
     """What each step changed: d[j] = R[j] - R[j-1], j = 1 .. n (Eq. 7).
 
-    R: (..., n+1), rewards of the ODE completions after 0 .. n stochastic steps. Returns (..., n); the sum is
-    R[n] - R[0].
+    R: (..., n+1), rewards of the ODE completions after 0 .. n stochastic steps. Returns (..., n).
     """
-    return R[..., 1:] - R[..., :-1]
+    return R[..., 1:] - R[..., :-1]  # Eq. (7)
 
 
 def turning_points(R: Tensor, rule: str = "consistent", tolerance: float = 0.0) -> Tensor:
@@ -181,8 +181,7 @@ def turning_points(R: Tensor, rule: str = "consistent", tolerance: float = 0.0) 
                     j  = 1: sign(d[1]) sign(R[n] - R[1]) > 0
     A consistent turning point is followed by more change in its direction, so |R[n] - R[j-1]| > |d[j]|; the
     last step, followed by none, is never one. sign(0) = 0 (our choice, the paper has no rule for ties): a
-    step that changes nothing neither ends nor continues a trend, so a turn across a flat step is no turning
-    point.
+    turn across a step that changes nothing is no turning point.
 
     R: (..., n+1). rule: "consistent" or "trend". tolerance: |differences| up to it have sign 0.
     Returns bool (..., n). Raises ValueError for an unknown rule.
@@ -213,8 +212,7 @@ def balance(mask: Tensor, r_agg: Tensor) -> Tensor:
 
     The side with more of them loses those of smallest |r_agg|; of equal ones the later in the batch. If one
     side is empty, all stay. The scope is the whole tensor, which is the global batch (our choice: the result
-    does not depend on how the batch is split over processes). mask, r_agg: equal shapes. Returns bool, a
-    subset of mask.
+    does not depend on the number of processes). mask, r_agg: equal shapes. Returns bool, a subset of mask.
     """
     positive, negative = mask & (r_agg > 0), mask & (r_agg < 0)
     keep = min(int(positive.sum()), int(negative.sum()))
@@ -235,7 +233,7 @@ def step_rewards(
     R: (..., n+1). Returns (..., n). A turning point that balancing drops gets d[j]. Adding a constant to R
     changes nothing; a positive factor scales the result; negating R negates it.
     """
-    r_agg = R[..., -1:] - R[..., :-1]
+    r_agg = R[..., -1:] - R[..., :-1]  # Eq. (8)
     points = turning_points(R, rule, tolerance)
     if balanced:
         points = balance(points, r_agg)
@@ -285,9 +283,9 @@ def train(args: Args) -> list[dict]:
     policy = make_policy(args.model, accelerator.device)
     rewards = make_rewards(args.reward, accelerator.device)
     policy.encode(prompts)  # refuses prompts that the model cannot take
-    run = Run(args, accelerator)
-
     window = args.sde_window or (0, args.num_steps - 1)
+    run = Run(replace(args, sde_window=window), accelerator)
+
     sigmas, trained_steps = policy.sigmas(args.num_steps), range(*window)
     n = len(trained_steps)
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
@@ -296,8 +294,14 @@ def train(args: Args) -> list[dict]:
     policy.module, optimizer = accelerator.prepare(policy.module, optimizer)
     evaluation = Evaluation(policy, prompts, args.eval_samples, args.eval_steps, args.micro_batch_size)
     start = run.restore(policy.module, optimizer, ema)
+    if start in (
+        0,
+        args.num_iterations,
+    ):  # before training, or of a run that stopped before its end was written
+        with ema.applied():
+            evaluated = evaluation.run(policy, rewards, args.reward_batch_size)
     if start == 0:
-        run.begin(evaluation.run(policy, rewards, args.reward_batch_size))
+        run.begin(evaluated)
         run.save(0, policy.module, optimizer, ema)
 
     size = len(share) * args.group_size  # trajectories of this process in an iteration
@@ -333,7 +337,8 @@ def train(args: Args) -> list[dict]:
             per_step = step_rewards(R, args.rule, args.balanced, args.reward_tolerance)  # (P, G, n)
             advantages = group_advantages(per_step, args.advantage_std)  # (P, G, n)
             advantages = advantages[share].flatten(0, 1).to(accelerator.device)  # (size, n), of this process
-            points = turning_points(R, args.rule, args.reward_tolerance)  # (P, G, n), before balancing
+            points = turning_points(R, args.rule, args.reward_tolerance)  # (P, G, n)
+            awarded = balance(points, R[..., -1:] - R[..., :-1]) if args.balanced else points
 
             with timed(seconds, "update"):
                 step_metrics = []
@@ -364,7 +369,7 @@ def train(args: Args) -> list[dict]:
                     "reward_std": R[..., -1].std(correction=0).item(),
                     "eval_reward": eval_reward,
                     **reward_means(accelerator, {k: r[n :: n + 1] for k, r in scores.parts.items()}),
-                    "turning_points": points.float().mean().item(),
+                    "turning_points": awarded.float().mean().item(),
                     **average(accelerator, step_metrics),
                     "grad_norm": grad_norm,
                     "seconds": time.perf_counter() - began,
@@ -375,17 +380,13 @@ def train(args: Args) -> list[dict]:
                 seconds,
             )
             if iteration == 1 and accelerator.is_main_process:
-                awarded = per_step != incremental_rewards(R)
-                of_this_process = [rows[share].flatten(0, 1) for rows in (R, points, awarded)]
-                images = images.unflatten(0, (size, n + 1))
-                states = sigmas[window[0] : window[1] + 1]
-                save_turning_points(
-                    run.folder / "turning_points.png", *of_this_process, images, texts, states
-                )
+                own = [values[share].flatten(0, 1) for values in (R, points, awarded)]  # of this process
+                own += [images.unflatten(0, (size, n + 1)), texts, sigmas[window[0] : window[1] + 1]]
+                save_turning_points(run.folder / "turning_points.png", *own)
             stopping = stop.requested()
             if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or stopping:
                 run.save(iteration, policy.module, optimizer, ema)
-            if stopping:
+            if stopping and iteration < args.num_iterations:
                 raise KeyboardInterrupt(f"stopped and saved; continue with --resume {run.folder}")
 
     run.finish(policy, ema, evaluated)

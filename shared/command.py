@@ -88,7 +88,9 @@ def check_args(args, **own: tuple[bool, str]) -> None:
     """
     finite = float("inf")
     bounds = {  # name: (holds, what it must be)
-        "seed": (args.seed >= 0, "0 or more"),
+        "output_dir": (args.output_dir != "", "the name of a folder"),
+        "resume": (args.resume != "", "the folder of a run"),
+        "seed": (0 <= args.seed < 2**32, "0 or more and below 2^32"),
         "num_iterations": (args.num_iterations >= 1, "at least 1"),
         "eval_every": (args.eval_every >= 1, "at least 1"),
         "eval_samples": (args.eval_samples >= 1, "at least 1"),
@@ -105,13 +107,14 @@ def check_args(args, **own: tuple[bool, str]) -> None:
         "learning_rate": (0 < args.learning_rate < finite, "above 0"),
         "weight_decay": (0 <= args.weight_decay < finite, "0 or more"),
         "adam_eps": (0 < args.adam_eps < finite, "above 0"),
-        "max_grad_norm": (0 < args.max_grad_norm < finite, "above 0"),
+        "max_grad_norm": (0 < args.max_grad_norm < finite, "above 0 and finite"),
         "ema_decay": (0 <= args.ema_decay < 1, "at least 0 and below 1"),
         **own,
     }
     for name, (holds, need) in bounds.items():
         if not holds:
-            raise InputError(f"{_flag(name)} {getattr(args, name)}: it must be {need}")
+            value = getattr(args, name)
+            raise InputError(f"{_flag(name)} {repr(value) if value == '' else value}: it must be {need}")
     if args.sampler == "cps" and args.noise_level > 1:
         raise InputError(f"--noise-level {args.noise_level}: it must be at most 1 for --sampler cps")
     if args.sde_window is not None:

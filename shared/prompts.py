@@ -32,7 +32,7 @@ def load_prompts(source: str) -> list[Prompt]:
         return [Prompt(f"a handwritten {word}", {}) for word in DIGIT_WORDS]
     path = Path(source)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise InputError(f'no prompts file {source}: give a path, or the built-in set "digits"') from None
     except UnicodeDecodeError as error:

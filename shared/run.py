@@ -51,8 +51,8 @@ class Run:
     def _open(self) -> str:
         args = self.args
         if args.resume:
-            done = self._newest_checkpoint(Path(args.resume))[1]
-            if done >= args.num_iterations:
+            done, finished = self._newest_checkpoint(Path(args.resume))[1], Path(args.resume, "summary.json")
+            if done > args.num_iterations or (done == args.num_iterations and finished.exists()):
                 more = "go on with a larger --num-iterations"
                 raise InputError(f"--resume {args.resume}: its {done} iterations are done; {more}")
         folder = args.resume or args.output_dir
@@ -69,6 +69,8 @@ class Run:
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             settings = dataclasses.asdict(args) | {"output_dir": folder, "resume": None}
+            if Path(args.prompts).exists():
+                settings["prompts"] = str(Path(args.prompts).resolve())  # to be resumed from any folder
             text = json.dumps({"algorithm": args.algorithm} | settings, indent=2) + "\n"
             write_beside(path / "args.json", lambda file: file.write_text(text))
         except OSError as error:
@@ -92,7 +94,11 @@ class Run:
         if not self.args.resume:
             return 0
         path, iteration = self._newest_checkpoint(self.folder)
-        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever the unpickler makes of a damaged file
+            again = "delete it to resume from the one before"
+            raise InputError(f"{path} cannot be read ({type(error).__name__}): {again}") from None
         weights = _trainable(self.accelerator.unwrap_model(module))
         if differing := sorted(state["module"].keys() ^ weights.keys()):
             raise InputError(f"{path} does not fit the model: only one of them has {', '.join(differing)}")
@@ -100,11 +106,14 @@ class Run:
         set_values(ema.average, state["ema"])
         optimizer.load_state_dict(state["optimizer"])
         self.eval_before = state["eval_before"]
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)[:iteration]
+        metrics = self.folder / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True)[:iteration] if metrics.exists() else []
+        if len(lines) < iteration:
+            raise InputError(f"{metrics} lacks iterations: it has {len(lines)}, the checkpoint {iteration}")
         self.history = [json.loads(line) for line in lines]
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            write_beside(self.folder / "metrics.jsonl", lambda file: file.write_text("".join(lines)))
+            write_beside(metrics, lambda file: file.write_text("".join(lines)))
         return iteration
 
     def begin(self, evaluated: Evaluated) -> None:
@@ -121,7 +130,7 @@ class Run:
         return self.bar
 
     def log(self, metrics: dict, seconds: dict[str, float]) -> None:
-        """Append an iteration and its parts' seconds to history, metrics.jsonl, TensorBoard; show its rewards.
+        """Append an iteration and its parts' seconds to history, metrics.jsonl, TensorBoard; show its reward.
 
         A metric that is None is null in metrics.jsonl and left out of TensorBoard.
         """
@@ -162,7 +171,8 @@ class Run:
         """Write the pictures, the weights and summary.json, and print the summary."""
         if not self.accelerator.is_main_process:
             return
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
         title = f"after {self.args.num_iterations} iterations"
         save_samples(self.folder / "samples_after.png", *evaluated, title)
         save_reward_curve(self.folder / "reward.png", self.history, self.eval_before)

@@ -71,7 +71,7 @@ def transition(
     `flow` is singular at sigma = 1. Wherever sigma > sigma_clip it uses 1 - sigma_clip in place of 1 - sigma;
     with sigma_clip = sigma[1] that is the first step of a grid only, whose step_std is a if sigma[0] = 1. The
     test is `>` and not `== 1`, since grids also start at 0.999999. On any grid that step adds a^4 / 4 to the
-    variance at sigma = 1, which the later steps forget.
+    variance, besides terms of dt; the later steps forget it.
 
     x, v:        (B, *E), latents at sigma and the model's velocity there.
     noise_level: a >= 0, for cps also <= 1.

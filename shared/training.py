@@ -118,17 +118,24 @@ def apply_update(accelerator: Accelerator, module: nn.Module, optimizer, max_gra
 def average(
     accelerator: Accelerator, weighted: list[tuple[float, dict[str, float | None]]]
 ) -> dict[str, float | None]:
-    """Weighted means of metrics over micro-batches, and over processes. A metric that is None stays None."""
-    total = sum(weight for weight, _ in weighted)
+    """Weighted means of metrics over computed micro-batches and processes; of ratio_deviation the maximum.
+
+    A metric that is None stays None.
+    """
+
+    def over_processes(value: float) -> Tensor:
+        return gather(accelerator, torch.tensor([value], dtype=torch.float64))
+
+    total = over_processes(sum(weight for weight, _ in weighted)).sum()
     means = {}
     for name, first in weighted[0][1].items():
         if first is None:
             means[name] = None
+        elif name == "ratio_deviation":
+            means[name] = over_processes(max(metrics[name] for _, metrics in weighted)).max().item()
         else:
-            mean = torch.tensor(
-                sum(weight * metrics[name] for weight, metrics in weighted) / total, device=accelerator.device
-            )
-            means[name] = accelerator.reduce(mean, "mean").item()
+            sums = over_processes(sum(weight * metrics[name] for weight, metrics in weighted))
+            means[name] = (sums.sum() / total).item()
     return means
 
 

@@ -38,6 +38,8 @@ def test_prompt_files(tmp_path):
     text.write_text("\ufeffa handwritten four\r\n\n  a nine  \n", encoding="utf-8")
     assert load_prompts(str(text)) == [Prompt("a handwritten four", {}), Prompt("a nine", {})]
     lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "a one\u2028or so"}\n', encoding="utf-8")
+    assert load_prompts(str(lines)) == [Prompt("a one\u2028or so", {})]
     lines.write_text('{"prompt": "a sign \\"HI\\"", "target": "HI"}\n\n{"prompt": "two"}\n')
     assert load_prompts(str(lines)) == [Prompt('a sign "HI"', {"target": "HI"}), Prompt("two", {})]
 

@@ -50,6 +50,12 @@ def test_failures_are_errors_that_name_the_reward(function, message):
     assert message in str(error.value)
 
 
+def test_images_that_are_not_finite_are_not_scored():
+    for reward in ("jpeg", "label"):
+        with pytest.raises(FloatingPointError, match="images that are not finite"):
+            score(make_rewards(reward), PIXELS * torch.nan, [Prompt("a one", {})] * 5)
+
+
 def test_specifications():
     assert [(r.name, r.weight) for r in make_rewards("label")] == [("label", 1.0)]
     assert [(r.name, r.weight) for r in make_rewards("label:2, jpeg:-0.5")] == [

@@ -130,13 +130,13 @@ def test_marginals_at_fixed_and_growing_numbers_of_steps():
 
 
 def test_flow_first_step_from_pure_noise_adds_variance_on_any_grid():
-    """With sigma_clip = sigma[1] the first step's std is a, however small dt: it adds a^4 / 4 to the variance
-    at sigma = 1."""
+    """With sigma_clip = sigma[1] the first std is a, however small dt: a^4 / 4 + O(dt) too much variance."""
     x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     for n in (100, 10_000):
         sigmas = shifted_sigmas(n)
-        mean, std = transition(x, torch.zeros_like(x), 1.0, sigmas[1], noise_level=0.7, sigma_clip=sigmas[1])
-        assert float(mean[1] - mean[0]) ** 2 + float(std) ** 2 == pytest.approx(1 + 0.7**4 / 4, rel=1e-9)
+        mean, std = transition(x, x, 1.0, sigmas[1], noise_level=0.7, sigma_clip=sigmas[1])  # v = x - E[x0]
+        variance = float(mean[1] - mean[0]) ** 2 + float(std) ** 2
+        assert variance - (1 - 1 / n) ** 2 == pytest.approx(0.7**4 / 4 + 0.7**2 / n, rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (2, 4, 3), (2, 1, 3, 2), (2, 2, 1, 3, 2)])

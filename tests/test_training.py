@@ -21,11 +21,11 @@ from shared.command import saved_args
 from shared.errors import InputError, RewardError
 from shared.grpo import group_advantages
 from shared.policies.digits import DigitsPolicy
-from shared.prompts import load_prompts
-from shared.rewards import REWARDS
+from shared.prompts import load_prompts, sample_groups
+from shared.rewards import REWARDS, make_rewards
 from shared.rollout import rollout, sample_noise
 from shared.sde import shifted_sigmas
-from shared.training import EMA, apply_update, average, micro_batches, own_groups
+from shared.training import EMA, Evaluation, apply_update, average, micro_batches, own_groups
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = {"flow_grpo": flow_grpo, "tp_grpo": tp_grpo}
@@ -73,6 +73,7 @@ def test_what_a_run_leaves_behind(name, tmp_path):
     )
     settings = json.loads((folder / "args.json").read_text())
     assert settings["algorithm"] == name and settings["group_size"] == 4 and settings["learning_rate"] == 4e-4
+    assert settings["sde_window"] == [0, 9]  # resolved
     pictures = ["samples_before.png", "samples_after.png", "reward.png"] + ["turning_points.png"] * (
         name == "tp_grpo"
     )
@@ -167,6 +168,113 @@ def test_checkpoints_of_another_model_are_refused_with_their_keys(tmp_path):
     args.num_iterations = 3
     with pytest.raises(InputError, match="only one of them has adapter.weight, label.weight"):
         flow_grpo.train(args)
+
+
+def test_a_run_stopped_before_its_end_was_written_is_finished_by_resume(tmp_path):
+    _, weights = run(flow_grpo, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "digits.safetensors").unlink()
+    resumed = flow_grpo.train(saved_args(flow_grpo.Args, str(tmp_path / "run")))
+    assert len(resumed) == 2 and (tmp_path / "run" / "summary.json").exists()
+    again = load_file(tmp_path / "run" / "digits.safetensors")
+    assert all(torch.equal(again[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda folder: (folder / "metrics.jsonl").unlink(), "lacks iterations: it has 0, the checkpoint 2"),
+    (lambda folder: (folder / "checkpoints" / "000002.pt").write_bytes(b"PK torn"), "000002.pt cannot be read"),
+])  # fmt: skip
+def test_damaged_runs_are_refused_in_a_line(damage, message, tmp_path):
+    run(flow_grpo, tmp_path / "run")
+    damage(tmp_path / "run")
+    args = saved_args(flow_grpo.Args, str(tmp_path / "run"))
+    args.num_iterations = 3
+    with pytest.raises(InputError, match=message):
+        flow_grpo.train(args)
+
+
+def test_prompts_are_found_when_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "three.txt").write_text("a one\na two\na three\n")
+    monkeypatch.chdir(tmp_path)
+    run(flow_grpo, tmp_path / "run", prompts="three.txt", num_iterations=1)
+    monkeypatch.chdir("/")
+    args = saved_args(flow_grpo.Args, str(tmp_path / "run"))
+    args.num_iterations = 2
+    assert len(flow_grpo.train(args)) == 2
+
+
+def test_evaluation_and_export_use_the_averaged_weights(tmp_path):
+    history, exported = run(flow_grpo, tmp_path / "run", ema_decay=0.75)
+    state = torch.load(tmp_path / "run" / "checkpoints" / "000002.pt", weights_only=True)
+    names = [name for name, _ in DigitsPolicy().module.named_parameters()]
+    for name, mean in zip(names, state["ema"], strict=True):
+        assert torch.equal(exported[name], mean)
+    assert not torch.equal(exported["label.weight"], state["module"]["label.weight"])
+    policy = DigitsPolicy(weights=tmp_path / "run" / "digits.safetensors")
+    evaluation = Evaluation(policy, load_prompts("digits"), 10, 20, None)
+    rewards = evaluation.run(policy, make_rewards("label"), None).rewards
+    assert rewards.mean().item() == history[-1]["eval_reward"]
+
+
+@pytest.mark.parametrize("options", [
+    {"sampler": "dance", "noise_level": 0.3}, {"sampler": "cps"}, {"noise_level": 0.2}, {"storage_dtype": "bfloat16"},
+    {"storage_dtype": "float16"}, {"sde_window": (2, 5)}, {"num_steps": 2}, {"ratio": "per_dim"},
+], ids=str)  # fmt: skip
+def test_the_rollout_and_the_loss_agree_whatever_the_options(options, tmp_path):
+    """The first update's ratios are exactly 1, bit for bit, through train; and the options reach the rollout."""
+    default, _ = run(tp_grpo, tmp_path / "default", num_iterations=1)
+    history, _ = run(tp_grpo, tmp_path / "run", num_iterations=1, **options)
+    assert history[0]["ratio_mean"] == 1.0 and history[0]["ratio_deviation"] == 0.0
+    steps, (start, stop) = (
+        options.get("num_steps", 10),
+        options.get("sde_window", (0, options.get("num_steps", 10) - 1)),
+    )
+    evaluations = steps + sum(steps - 1 - k for k in range(start, stop))
+    assert history[0]["nfe_rows"] == 12 * evaluations
+    if "ratio" not in options:
+        assert history[0]["reward_mean"] != default[0]["reward_mean"]
+
+
+@pytest.mark.parametrize("name, options", [
+    ("flow_grpo", {"advantage_std": "none"}), ("flow_grpo", {"advantage_std": "batch"}), ("flow_grpo", {"learning_rate": 1e-4}),
+    ("flow_grpo", {"weight_decay": 10.0}), ("flow_grpo", {"max_grad_norm": 1e-3}), ("flow_grpo", {"beta": 5.0}),
+    ("tp_grpo", {"rule": "trend"}), ("tp_grpo", {"balanced": False}), ("tp_grpo", {"reward_tolerance": 0.2}),
+    ("tp_grpo", {"max_grad_norm": 1e-3}), ("tp_grpo", {"advantage_std": "batch"}), ("tp_grpo", {"weight_decay": 10.0}),
+], ids=str)  # fmt: skip
+def test_options_of_the_update_change_it(name, options, tmp_path):
+    _, default = run(ALGORITHMS[name], tmp_path / "default")
+    _, weights = run(ALGORITHMS[name], tmp_path / "run", **options)
+    base = load_file(ROOT / "shared" / "assets" / "digits.safetensors")
+    moved, other = ([float((w[key] - base[key]).norm()) for key in base] for w in (default, weights))
+    assert any(not torch.equal(default[key], weights[key]) for key in base)
+    if "max_grad_norm" in options:
+        assert sum(other) < 0.1 * sum(moved)  # adam_eps = 0.01 makes the update smooth in the gradient
+
+
+def test_evaluations_take_their_own_number_of_steps(tmp_path):
+    histories = [run(flow_grpo, tmp_path / str(n), num_iterations=1, eval_steps=n)[0] for n in (5, 20)]
+    assert histories[0][0]["eval_reward"] != histories[1][0]["eval_reward"]
+    assert histories[0][0]["grad_norm"] == histories[1][0]["grad_norm"]
+
+
+def test_each_step_is_trained_with_its_own_advantage(tmp_path, monkeypatch):
+    """TP-GRPO: trajectory i's step j gets the advantage that its R[0..n] gives to step j."""
+    seen, R = [], []
+    loss, rewards = tp_grpo.step_loss, tp_grpo.step_rewards
+    monkeypatch.setattr(tp_grpo, "step_loss", lambda *a: seen.append((a[1], a[2], a[3], a[6])) or loss(*a))
+    monkeypatch.setattr(tp_grpo, "step_rewards", lambda *a: R.append(a[0]) or rewards(*a))
+    run(tp_grpo, tmp_path / "run", num_iterations=1, micro_batch_size=6, sde_window=(1, 5), beta=0.1)
+    policy, judge = DigitsPolicy(), REWARDS["label"]("cpu")
+    expected = group_advantages(rewards(R[0])).flatten(0, 1)  # (12, 4)
+    assert [(j, k) for _, j, k, _ in seen] == [(j, j + 1) for j in range(4)] * 2
+    for i, (trajectory, j, _, advantages) in enumerate(seen):
+        assert torch.equal(advantages, expected[6 * (i // 4) : 6 * (i // 4) + 6, j])
+        prompts = [load_prompts("digits")[g] for g in sample_groups(10, 3, 0, 0) for _ in range(4)][
+            6 * (i // 4) :
+        ][:6]
+        for step in range(5):
+            scored = judge(policy.decode(trajectory.completions[:, step]), prompts)
+            assert_close(scored, R[0].flatten(0, 1)[6 * (i // 4) :][:6, step], rtol=1e-4, atol=1e-5)
 
 
 def test_ctrl_c_saves_and_resume_continues(tmp_path):
@@ -372,8 +480,9 @@ def test_update_clips_the_norm():
 
 
 def test_averages_are_weighted():
-    metrics = [(0.25, {"a": 1.0, "kl": None}), (0.5, {"a": 4.0, "kl": None})]
-    assert average(Accelerator(), metrics) == {"a": pytest.approx(3.0), "kl": None}
+    metrics = [(0.25, {"a": 1.0, "ratio_deviation": 0.1, "kl": None})]
+    metrics += [(0.5, {"a": 4.0, "ratio_deviation": 0.3, "kl": None})]
+    assert average(Accelerator(), metrics) == {"a": pytest.approx(3.0), "ratio_deviation": 0.3, "kl": None}
 
 
 def test_micro_batches_cover_all_rows_in_order():

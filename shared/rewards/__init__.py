@@ -68,6 +68,8 @@ def score(
     returns another number of values than images, or returns a value that is not finite. A failure never
     becomes a reward of 0.
     """
+    if not torch.isfinite(pixels).all():
+        raise FloatingPointError("the model made images that are not finite: is the learning rate too high?")
     batch_size = batch_size or max(len(prompts), 1)
     parts, calls = {}, 0
     for reward in rewards:
