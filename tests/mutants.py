@@ -504,6 +504,59 @@ MUTANTS = [
     ],
     # ---- around the algorithms ----
     Mutant(
+        "shared.prompts.load_prompts",
+        "blank lines are prompts",
+        "if line.strip()]",
+        "]",
+        "test_prompts.test_prompts_in_files",
+    ),
+    Mutant(
+        "shared.rewards.make_rewards",
+        "weights are 1",
+        "float(weight) if",
+        "1.0 if",
+        "test_rewards.test_specifications",
+    ),
+    Mutant(
+        "shared.policies.make_policy",
+        "unknown models crash",
+        "if model not in MODELS:",
+        "if False:",
+        "test_prompts.test_unknown_models_are_refused",
+    ),
+    Mutant(
+        "shared.training.Evaluation.run",
+        "batches are scored with the first prompts",
+        "value[rows]",
+        "value[: len(value[rows])]",
+        "test_training.test_evaluation_does_not_depend_on_its_batches",
+    ),
+    Mutant(
+        "shared.training.Evaluation.run",
+        "follows the ODE of other noise",
+        "self.noise[rows]",
+        "-self.noise[rows]",
+        "test_training.test_evaluation_does_not_depend_on_its_batches",
+    ),
+    Mutant(TRAINING + "reward_means", "sums", ".mean()", ".sum()", "test_training.test_reward_means"),
+    Mutant(
+        TRAINING + "gather", "out of order", ".cpu()", ".cpu().flip(0)", "test_training.test_reward_means"
+    ),
+    Mutant(
+        TRAINING + "set_values",
+        "adds",
+        "p.copy_(value)",
+        "p.add_(value)",
+        "test_training.test_ema_closed_form_and_swap",
+    ),
+    Mutant(
+        TRAINING + "average",
+        "the deviation is a mean",
+        'name == "ratio_deviation"',
+        "False",
+        "test_training.test_averages_are_weighted",
+    ),
+    Mutant(
         "shared.prompts.sample_groups",
         "every pass has the same order",
         " + iteration // per_pass",

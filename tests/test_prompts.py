@@ -1,6 +1,8 @@
 """Prompts, the group sampler, rewards and their contract, and the embedded digits model."""
 
 import io
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +35,12 @@ def test_digit_of_refuses(text):
         digit_of(text)
 
 
-def test_prompt_files(tmp_path):
+def test_prompts_in_files():
+    with tempfile.TemporaryDirectory() as folder:
+        check_prompt_files(Path(folder))
+
+
+def check_prompt_files(tmp_path):
     text = tmp_path / "prompts.txt"
     text.write_text("\ufeffa handwritten four\r\n\n  a nine  \n", encoding="utf-8")
     assert load_prompts(str(text)) == [Prompt("a handwritten four", {}), Prompt("a nine", {})]
@@ -114,6 +121,10 @@ def test_policy_contract_and_export(tmp_path):
     assert torch.allclose(policy.velocity(x, 0.5, cond), before + 1.0, atol=1e-5)
     reloaded = DigitsPolicy(weights=policy.export(tmp_path))
     assert torch.equal(reloaded.velocity(x, 0.5, cond), policy.velocity(x, 0.5, cond))
+
+
+def test_unknown_models_are_refused():
+    assert isinstance(make_policy("digits"), DigitsPolicy)
     with pytest.raises(InputError, match="unknown model 'sd9': known are digits"):
         make_policy("sd9")
 
