@@ -55,6 +55,6 @@ set_up() {
     requirements "$extra" | .venv/bin/python -m pip install --disable-pip-version-check \
         -c scripts/constraints.txt -r /dev/stdin ||
         fail "packages could not be installed (see above); run this script again to continue"
-    echo "$ready" >"$stamp"
+    echo "$ready" | tee .venv/.ready-base >"$stamp"  # an extra comes on top of the base
     echo "== Ready"
 }
