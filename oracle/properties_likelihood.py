@@ -193,7 +193,7 @@ def _(f, case):
     reward = gaussian.Reward(numbers([1.0]), numbers([[-0.5]]))
     sampler = gaussian.Sampler(case, LEVELS[case], (1, 3))
     noise, mass = gaussian.quadrature(2, 60)
-    x, log_ratio = torch.full((len(noise), 1), 0.75).double(), 0.0
+    x, log_ratio = numbers([[0.75]]).expand(len(noise), 1), 0.0
     for k in (1, 2):
         rest = {"noise_level": LEVELS[case], "sigma_clip": GRID[1], "kind": case}
         mean, std = f.transition(x, x * old.A[k] + old.b[k], GRID[k], GRID[k + 1], **rest)
@@ -215,7 +215,7 @@ def _(f, case):
 @check("sequence_weight", "value", WEIGHT)
 def _(f):
     old, off = draw(80, 6, 4) / 2, draw(81, 6, 4) / 2
-    expected = torch.tensor([math.prod(math.exp(d) for d in row) for row in (old - off).tolist()])
+    expected = numbers([math.prod(math.exp(d) for d in row) for row in (old - off).tolist()])
     return Measured(flat((f.sequence_weight(old, off), (6,))), expected, expected.clamp(min=1))
 
 
