@@ -28,8 +28,8 @@ EQUATIONS = {
 PROPERTIES: list[Property] = []
 
 
-def check(function: str, name: str, equation: str, *, cases=(None,), needs=(), tolerance=None):
-    """Register a property, one row for each case; {case} in its name is replaced."""
+def check(function: str, name: str, equation: str | dict, *, cases=(None,), needs=(), tolerance=None):
+    """Register a property, one row for each case: {case} in its name is replaced; equation may be by case."""
 
     def register(measure):
         for case in cases:
@@ -37,7 +37,7 @@ def check(function: str, name: str, equation: str, *, cases=(None,), needs=(), t
                 Property(
                     function,
                     name.format(case=case),
-                    EQUATIONS[case] if case in EQUATIONS and not equation else equation,
+                    equation[case] if isinstance(equation, dict) else equation,
                     needs or (function,),
                     measure if case is None else partial(measure, case=case),
                     tolerance,

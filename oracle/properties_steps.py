@@ -129,13 +129,13 @@ def _(f, case):
 # ---- transition
 
 
-@check("transition", "{case}: step_std at inner steps", "", cases=LEVELS)
+@check("transition", "{case}: step_std at inner steps", EQUATIONS, cases=LEVELS)
 def _(f, case):
     observed, expected, _ = inner_steps(f, case)
     return Measured(observed[:, 1], expected[:, 1])
 
 
-@check("transition", "{case}: mean at inner steps", "", cases=LEVELS)
+@check("transition", "{case}: mean at inner steps", EQUATIONS, cases=LEVELS)
 def _(f, case):
     observed, expected, _ = inner_steps(f, case)
     return Measured(observed[:, 0], expected[:, 0])
@@ -148,7 +148,7 @@ def _(f, case):
     return Measured(moments_of(f, x, v, case, GRID[1], **rest), expected)
 
 
-@check("transition", "{case}: first step from sigma = 1", "", cases=("dance", "cps"))
+@check("transition", "{case}: first step from sigma = 1", EQUATIONS, cases=("dance", "cps"))
 def _(f, case):
     x, v, a = draw(16, 3, 4), draw(17, 3, 4), LEVELS[case]
     observed = moments_of(f, x, v, 1.0, GRID[1], noise_level=a, sigma_clip=GRID[1], kind=case)
@@ -206,7 +206,7 @@ def _(f, case):
     return Measured(observed, exact_moments(x, v, 0.5, 0.375, *rest.values()))
 
 
-@check("transition", "{case}: gradients of the mean in x and v", "", cases=LEVELS)
+@check("transition", "{case}: gradients of the mean in x and v", EQUATIONS, cases=LEVELS)
 def _(f, case):
     x, v, u = draw(30, 2, 3).requires_grad_(), draw(31, 2, 3).requires_grad_(), draw(32, 2, 3)
     a = LEVELS[case]
@@ -215,7 +215,7 @@ def _(f, case):
     return Measured(gradient(mean * u, x, v), torch.cat([on_x * u.flatten(), on_v * u.flatten()]))
 
 
-@check("transition", "{case}: moments of every state of a linear policy, D = 2", "", cases=LEVELS)
+@check("transition", "{case}: moments of every state of a linear policy, D = 2", EQUATIONS, cases=LEVELS)
 def _(f, case):
     policy, sampler = random_policy(33, 2), gaussian.Sampler(case, LEVELS[case], (1, 4))
     start = numbers([0.5, -1.0]), numbers([[1.0, 0.25], [0.25, 0.75]])
@@ -225,7 +225,12 @@ def _(f, case):
     return Measured(*both, both[1].abs().max().clamp(min=1))
 
 
-@check("transition", "{case}: variance of the samples of N(1, 0.25) data after 400 steps", "", cases=LEVELS)
+@check(
+    "transition",
+    "{case}: variance of the samples of N(1, 0.25) data after 400 steps",
+    EQUATIONS,
+    cases=LEVELS,
+)
 def _(f, case):
     policy, level = normal_data(400, shift=3.0), 0.3 if case == "dance" else 0.7
     sampler = gaussian.Sampler(case, level, (0, 399))
@@ -235,7 +240,7 @@ def _(f, case):
     return Measured(observed, expected, 10.0)  # rounding adds up over 400 steps
 
 
-@check("transition", "{case}: the error of the variance falls like dt", "", cases=("flow", "dance"),
+@check("transition", "{case}: the error of the variance falls like dt", EQUATIONS, cases=("flow", "dance"),
        tolerance=0.15)  # fmt: skip
 def _(f, case):
     """log2 of the ratio of errors at N and 2 N steps. Stochastic steps from sigma = 1/2: `flow` has its
