@@ -227,7 +227,7 @@ def _(f, case):
 
 @check(
     "transition",
-    "{case}: variance of the samples of N(1, 0.25) data after 400 steps",
+    "{case}: variance of N(1, 0.25) data after 400 steps",
     EQUATIONS,
     cases=LEVELS,
 )

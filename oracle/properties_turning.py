@@ -61,46 +61,47 @@ def points(f: Functions, R: Tensor, rule: str, **options) -> Measured:
     return Measured(observed, definitions.turning_points(R, rule, **options).double().flatten())
 
 
-for rule in RULES:
+@check("turning_points", "{case}: all rewards of -1, 0, 1, n up to 6", RULES, cases=RULES, tolerance=0.0)
+def _(f, case):
+    parts = [points(f, patterns(n), case) for n in range(1, 7)]
+    return Measured(torch.cat([p.observed for p in parts]), torch.cat([p.expected for p in parts]))
 
-    @check("turning_points", rule + ": all rewards of -1, 0, 1, n = {case}", RULES[rule], tolerance=0.0,
-           cases=(1, 2, 3, 4, 5, 6))  # fmt: skip
-    def _(f, case, rule=rule):
-        return points(f, patterns(case), rule)
 
-    @check("turning_points", rule + ": rewards that wander, (P, G, n+1)", RULES[rule], tolerance=0.0)
-    def _(f, rule=rule):
-        return points(f, walks(210, 4, 6, 9), rule)
+@check("turning_points", "{case}: rewards that wander, (P, G, n+1)", RULES, cases=RULES, tolerance=0.0)
+def _(f, case):
+    return points(f, walks(210, 4, 6, 9), case)
 
-    @check("turning_points", rule + ": one trajectory, (n+1)", RULES[rule], tolerance=0.0)
-    def _(f, rule=rule):
-        return points(f, numbers([0.0, -1.0, 0.5, 0.25, 2.0, 1.5, 3.0]), rule)
 
-    @check("turning_points", rule + ": the first step", RULES[rule], tolerance=0.0)
-    def _(f, rule=rule):
-        result = points(f, torch.cat([patterns(3), walks(211, 40, 4)]), rule)
-        return Measured(*(part.view(-1, 3)[:, 0] for part in result[:2]))
+@check("turning_points", "{case}: one trajectory, (n+1)", RULES, cases=RULES, tolerance=0.0)
+def _(f, case):
+    return points(f, numbers([0.0, -1.0, 0.5, 0.25, 2.0, 1.5, 3.0]), case)
 
-    @check("turning_points", rule + ": the last step", RULES[rule], tolerance=0.0)
-    def _(f, rule=rule):
-        result = points(f, torch.cat([patterns(3), walks(212, 40, 4)]), rule)
-        return Measured(*(part.view(-1, 3)[:, -1] for part in result[:2]))
 
-    @check("turning_points", rule + ": |differences| up to the tolerance count as 0", TOLERANT, tolerance=0.0)
-    def _(f, rule=rule):
-        return points(f, (draw(213, 60, 6) * 4).round() / 8, rule, tolerance=0.25)
+@check("turning_points", "{case}: the first step", RULES, cases=RULES, tolerance=0.0)
+def _(f, case):
+    result = points(f, torch.cat([patterns(3), walks(211, 40, 4)]), case)
+    return Measured(*(part.view(-1, 3)[:, 0] for part in result[:2]))
 
-    @check(
-        "turning_points",
-        rule + ": R + 4, 2.5 R and -R have the same",
-        RULES[rule],
-        tolerance=0.0,
-    )
-    def _(f, rule=rule):
-        R = walks(214, 30, 6)
-        exact = definitions.turning_points(R, rule).double().flatten()
-        parts = [flat((f.turning_points(moved, rule=rule), (30, 5))) for moved in (R + 4, R * 2.5, -R)]
-        return Measured(torch.cat(parts), exact.repeat(3))
+
+@check("turning_points", "{case}: the last step", RULES, cases=RULES, tolerance=0.0)
+def _(f, case):
+    result = points(f, torch.cat([patterns(3), walks(212, 40, 4)]), case)
+    return Measured(*(part.view(-1, 3)[:, -1] for part in result[:2]))
+
+
+@check(
+    "turning_points", "{case}: differences up to the tolerance are 0", TOLERANT, cases=RULES, tolerance=0.0
+)
+def _(f, case):
+    return points(f, (draw(213, 60, 6) * 4).round() / 8, case, tolerance=0.25)
+
+
+@check("turning_points", "{case}: R + 4, 2.5 R and -R have the same", RULES, cases=RULES, tolerance=0.0)
+def _(f, case):
+    R = walks(214, 30, 6)
+    exact = definitions.turning_points(R, case).double().flatten()
+    parts = [flat((f.turning_points(moved, rule=case), (30, 5))) for moved in (R + 4, R * 2.5, -R)]
+    return Measured(torch.cat(parts), exact.repeat(3))
 
 
 @check("turning_points", "equal rewards have none, {case}", "sign(0) = 0", cases=RULES, tolerance=0.0)
@@ -236,30 +237,24 @@ def _(f):
        needs=("step_rewards", "transition", "ode_step"))  # fmt: skip
 def _(f, case):
     """Eight trajectories, D = 2, with the completions of their states, against the affine closed form."""
-    policy, reward = (
-        random_policy(236, 2),
-        gaussian.Reward(numbers([1.0, -0.5]), numbers([[0.5, 0.25], [0.0, -0.75]])),
-    )
+    policy, sampler = random_policy(236, 2), gaussian.Sampler(case, LEVELS[case], (1, 4))
+    reward = gaussian.Reward(numbers([1.0, -0.5]), numbers([[0.5, 0.25], [0.0, -0.75]]))
     start, noise = draw(238, 8, 2), draw(239, 8, 3, 2)
-    x, states = start, []
-    for k in range(4):
-        v = x.double() @ policy.A[k].T + policy.b[k]
-        if k < sampler.window[0]:
-            x = f.ode_step(x, v, GRID[k], GRID[k + 1])
-        else:
-            states.append(x)
-            rest = {"noise_level": LEVELS[case], "sigma_clip": GRID[1], "kind": case}
-            mean, std = f.transition(x, v, GRID[k], GRID[k + 1], **rest)
-            x = mean.double() + torch.as_tensor(std).double() * noise[:, k - 1]
+    rest = {"noise_level": LEVELS[case], "sigma_clip": GRID[1], "kind": case}
+
+    def velocity(x: Tensor, k: int) -> Tensor:
+        return x.double() @ policy.A[k].T + policy.b[k]
+
+    states = [f.ode_step(start, velocity(start, 0), GRID[0], GRID[1])]
+    for k in range(*sampler.window):
+        mean, std = f.transition(states[-1], velocity(states[-1], k), GRID[k], GRID[k + 1], **rest)
+        states.append(mean.double() + torch.as_tensor(std).double() * noise[:, k - 1])
     columns = []
-    states.append(x)
     for k, x in enumerate(states, start=sampler.window[0]):
         for j in range(k, len(GRID) - 1):
-            x = f.ode_step(x, x.double() @ policy.A[j].T + policy.b[j], GRID[j], GRID[j + 1])
+            x = f.ode_step(x, velocity(x, j), GRID[j], GRID[j + 1])
         columns.append(reward(x.double()))
     observed = flat((f.step_rewards(torch.stack(columns, 1)), (8, 3)))
-    exact = gaussian.trajectories(
-        gaussian.chain(policy, gaussian.Sampler(case, LEVELS[case], window)), start, noise
-    )
-    R = gaussian.completion_rewards(policy, exact, window, reward)
+    exact = gaussian.trajectories(gaussian.chain(policy, sampler), start, noise)
+    R = gaussian.completion_rewards(policy, exact, sampler.window, reward)
     return Measured(observed, numbers(gaussian.awarded_rewards(R.tolist())).flatten(), 10.0)
