@@ -82,6 +82,12 @@ class Functions:
 
         return call
 
+    def plainly(self, name: str, *args, **kwargs):
+        """Call a function with the very tensors given."""
+        if name in self.takes_tensors:
+            args = [torch.tensor(a, dtype=torch.float64) if isinstance(a, float) else a for a in args]
+        return self.raw[name](*args, **kwargs)
+
 
 def example(name: str) -> tuple[tuple, dict]:
     """Arguments of one typical call, with numbers that float32 holds exactly."""
