@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from oracle import gaussian
-from oracle.checks import TOLERANCE, Functions, Mismatch, Property
+from oracle.calling import TOLERANCE, Functions
+from oracle.checks import Mismatch, Property
 
 SINGLE = TOLERANCE["float32"]
 GRID = (1.0, 0.9375, 0.78125, 0.5625, 0.3125, 0.125, 0.0)  # uneven, and exact in float32
@@ -28,7 +29,9 @@ EQUATIONS = {
 PROPERTIES: list[Property] = []
 
 
-def check(function: str, name: str, equation: str | dict, *, cases=(None,), needs=(), tolerance=None):
+def check(
+    function: str, name: str, equation: str | dict, *, cases=(None,), needs=(), tolerance=None, quick=True
+):
     """Register a property, one row for each case: {case} in its name is replaced; equation may be by case."""
 
     def register(measure):
@@ -41,6 +44,7 @@ def check(function: str, name: str, equation: str | dict, *, cases=(None,), need
                     needs or (function,),
                     measure if case is None else partial(measure, case=case),
                     tolerance,
+                    quick,
                 )
             )
         return measure
@@ -54,18 +58,18 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def numbers(values) -> Tensor:
-    """Python numbers as a float64 tensor."""
-    return torch.tensor(values, dtype=torch.float64)
+    """Numbers or a tensor as a float64 tensor. (Of a Python float, torch.as_tensor alone makes a float32.)"""
+    return torch.as_tensor(values, dtype=torch.float64)
 
 
 def flat(*results: tuple) -> Tensor:
     """(value, shape) pairs as one float64 vector. Raises Mismatch where a value has another shape."""
     parts = []
     for value, shape in results:
-        value = torch.as_tensor(value)
+        value = numbers(value)
         if tuple(value.shape) != tuple(shape):
             raise Mismatch(f"the result has shape {tuple(value.shape)}, not {tuple(shape)}")
-        parts.append(value.double().flatten())
+        parts.append(value.flatten())
     return torch.cat(parts)
 
 
@@ -74,9 +78,9 @@ def moments_of(f: Functions, x: Tensor, v: Tensor, sigma: float, sigma_next: flo
     mean, std = f.transition(x, v, sigma, sigma_next, **rest)
     if tuple(mean.shape) != tuple(x.shape):
         raise Mismatch(f"the mean has shape {tuple(mean.shape)}, not {tuple(x.shape)}")
-    std = torch.as_tensor(std)
+    std = numbers(std)
     try:
-        return torch.stack([mean.double(), std.double().broadcast_to(x.shape)])
+        return torch.stack([mean.double(), std.broadcast_to(x.shape)])
     except RuntimeError:
         raise Mismatch(f"step_std of shape {tuple(std.shape)} does not fit x {tuple(x.shape)}") from None
 

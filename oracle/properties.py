@@ -3,7 +3,8 @@
 import torch
 
 from oracle import properties_learning, properties_likelihood, properties_steps, properties_turning  # noqa: F401
-from oracle.checks import Measured, example
+from oracle.calling import example
+from oracle.checks import Measured
 from oracle.definitions import DEFINITIONS
 from oracle.measuring import PROPERTIES, check
 from oracle.wrong_learning import WRONG_LEARNING

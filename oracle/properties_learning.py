@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from oracle import gaussian
-from oracle.checks import Functions, Measured
+from oracle.calling import Functions
+from oracle.checks import Measured
 from oracle.definitions import group_advantages, surrogate_gradient
 from oracle.measuring import GRID, LEVELS, check, draw, flat, gradient, numbers
 
@@ -262,7 +263,7 @@ def _(f, case):
         v = x @ A[k].T + b[k]
         rest = {"noise_level": a, "sigma_clip": float(grid[1]), "kind": case}
         mean, std = f.transition(x, v, float(grid[k]), float(grid[k + 1]), **rest)
-        states.append((mean + torch.as_tensor(std) * noise[:, k : k + 1]).detach().double())
+        states.append((mean + numbers(std) * noise[:, k : k + 1]).detach().double())
         log_probs.append(f.gaussian_log_prob(states[-1], mean, std))
     last = states[-1] - grid[2] * (states[-1] @ A[2].detach().T + b[2].detach())
     r = reward(last).view(-1, 2)  # (groups, 2)

@@ -198,7 +198,7 @@ def _(f, case):
         rest = {"noise_level": LEVELS[case], "sigma_clip": GRID[1], "kind": case}
         mean, std = f.transition(x, x * old.A[k] + old.b[k], GRID[k], GRID[k + 1], **rest)
         mean_new, std_new = f.transition(x, x * new.A[k] + new.b[k], GRID[k], GRID[k + 1], **rest)
-        x_next = mean.double() + torch.as_tensor(std).double() * noise[:, k - 1 : k]
+        x_next = mean.double() + numbers(std) * noise[:, k - 1 : k]
         ratio = f.gaussian_log_prob(x_next, mean_new, std_new) - f.gaussian_log_prob(x_next, mean, std)
         x, log_ratio = x_next, log_ratio + flat((ratio, (len(noise),)))
     P, p = gaussian.completion(new, 3)

@@ -3,7 +3,8 @@
 import torch
 
 from oracle import gaussian
-from oracle.checks import Functions, Measured
+from oracle.calling import Functions
+from oracle.checks import Measured
 from oracle.measuring import (
     EQUATIONS,
     GRID,
@@ -45,7 +46,7 @@ def chain_of(f: Functions, policy: gaussian.Policy, sampler: gaussian.Sampler) -
         on_x, on_v = mean.double().flatten().tolist()
         M[k] = on_x * torch.eye(len(M[k]), dtype=torch.float64) + on_v * policy.A[k]
         c[k] = on_v * policy.b[k]
-        std[k] = torch.as_tensor(deviation).double().flatten()[0]
+        std[k] = numbers(deviation).flatten()[0]
     return gaussian.Chain(M, c, std)
 
 
@@ -230,6 +231,7 @@ def _(f, case):
     "{case}: variance of N(1, 0.25) data after 400 steps",
     EQUATIONS,
     cases=LEVELS,
+    quick=False,
 )
 def _(f, case):
     policy, level = normal_data(400, shift=3.0), 0.3 if case == "dance" else 0.7
@@ -241,7 +243,7 @@ def _(f, case):
 
 
 @check("transition", "{case}: the error of the variance falls like dt", EQUATIONS, cases=("flow", "dance"),
-       tolerance=0.15)  # fmt: skip
+       tolerance=0.15, quick=False)  # fmt: skip
 def _(f, case):
     """log2 of the ratio of errors at N and 2 N steps. Stochastic steps from sigma = 1/2: `flow` has its
     singularity at 1, where the first step's error falls like dt^(a^2) only."""

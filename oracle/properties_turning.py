@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from oracle import definitions, gaussian
-from oracle.checks import Functions, Measured
+from oracle.calling import Functions
+from oracle.checks import Measured
 from oracle.measuring import GRID, LEVELS, check, draw, flat, numbers, random_policy
 
 INCREMENT = "d[j] = R[j] - R[j-1] (arXiv 2602.06422, Eq. 7)"
@@ -58,13 +59,13 @@ def _(f):
 
 def points(f: Functions, R: Tensor, rule: str, **options) -> Measured:
     observed = flat((f.turning_points(R, rule=rule, **options), (*R.shape[:-1], R.shape[-1] - 1)))
-    return Measured(observed, definitions.turning_points(R, rule, **options).double().flatten())
+    return Measured(observed, lambda: definitions.turning_points(R, rule, **options).double().flatten())
 
 
 @check("turning_points", "{case}: all rewards of -1, 0, 1, n up to 6", RULES, cases=RULES, tolerance=0.0)
 def _(f, case):
     parts = [points(f, patterns(n), case) for n in range(1, 7)]
-    return Measured(torch.cat([p.observed for p in parts]), torch.cat([p.expected for p in parts]))
+    return Measured(torch.cat([p.observed for p in parts]), lambda: torch.cat([p.expected() for p in parts]))
 
 
 @check("turning_points", "{case}: rewards that wander, (P, G, n+1)", RULES, cases=RULES, tolerance=0.0)
@@ -80,13 +81,13 @@ def _(f, case):
 @check("turning_points", "{case}: the first step", RULES, cases=RULES, tolerance=0.0)
 def _(f, case):
     result = points(f, torch.cat([patterns(3), walks(211, 40, 4)]), case)
-    return Measured(*(part.view(-1, 3)[:, 0] for part in result[:2]))
+    return Measured(result.observed.view(-1, 3)[:, 0], lambda: result.expected().view(-1, 3)[:, 0])
 
 
 @check("turning_points", "{case}: the last step", RULES, cases=RULES, tolerance=0.0)
 def _(f, case):
     result = points(f, torch.cat([patterns(3), walks(212, 40, 4)]), case)
-    return Measured(*(part.view(-1, 3)[:, -1] for part in result[:2]))
+    return Measured(result.observed.view(-1, 3)[:, -1], lambda: result.expected().view(-1, 3)[:, -1])
 
 
 @check(
@@ -170,10 +171,10 @@ def _(f):
 
 def awarded(f: Functions, R: Tensor, **options) -> Measured:
     observed = flat((f.step_rewards(R, **options), (*R.shape[:-1], R.shape[-1] - 1)))
-    return Measured(observed, definitions.step_rewards(R, **options).flatten(), 10.0)
+    return Measured(observed, lambda: definitions.step_rewards(R, **options).flatten(), 10.0)
 
 
-@check("step_rewards", "{case}: all rewards of -1, 0, 1, n = 5, not balanced", AWARD, cases=RULES)
+@check("step_rewards", "{case}: not balanced, all rewards of -1, 0, 1", AWARD, cases=RULES, quick=False)
 def _(f, case):
     return awarded(f, patterns(5), rule=case, balanced=False)
 
@@ -220,6 +221,17 @@ def _(f):
     )
 
 
+@check("step_rewards", "of equal awards the later ones are dropped", AWARD + ", balanced")
+def _(f):
+    rises = [[0.0, 1.0, 3.0], [0.0, 0.5, 3.0], [1.0, 2.0, 4.0], [0.0, 2.0, 2.5]]
+    return awarded(f, numbers([*rises, [4.0, 3.0, 1.0], [4.0, 3.0, -1.0]]), balanced=True)
+
+
+@check("step_rewards", "one side without turning points: all others stay", AWARD + ", balanced")
+def _(f):
+    return awarded(f, numbers([[0.0, 1.0, 3.0], [0.0, 0.5, 3.0], [1.0, 0.0, 4.0]]), balanced=True)
+
+
 @check("step_rewards", "a constant cancels, a factor and the sign pass through", AWARD)
 def _(f):
     R = walks(235, 20, 6)
@@ -248,7 +260,7 @@ def _(f, case):
     states = [f.ode_step(start, velocity(start, 0), GRID[0], GRID[1])]
     for k in range(*sampler.window):
         mean, std = f.transition(states[-1], velocity(states[-1], k), GRID[k], GRID[k + 1], **rest)
-        states.append(mean.double() + torch.as_tensor(std).double() * noise[:, k - 1])
+        states.append(mean.double() + numbers(std) * noise[:, k - 1])
     columns = []
     for k, x in enumerate(states, start=sampler.window[0]):
         for j in range(k, len(GRID) - 1):

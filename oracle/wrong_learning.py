@@ -227,7 +227,6 @@ WEIGHT = {
     "only the first step of the prefix counts": lambda old, off: (old - off)[:, 0].exp(),
     "the first step of the prefix is left out": lambda old, off: (old - off)[:, 1:].sum(1).exp(),
     "the last step of the prefix is left out": lambda old, off: (old - off)[:, :-1].sum(1).exp(),
-    "the product runs over the batch, not over the prefix": lambda old, off: (old - off).sum(0).exp(),
     "the weight is capped at 1": lambda old, off: (old - off).sum(1).exp().clamp(max=1),
     "the weight is capped at 10": lambda old, off: (old - off).sum(1).exp().clamp(max=10),
     "every step's ratio is capped at 1": lambda old, off: (old - off).exp().clamp(max=1).prod(1),

@@ -93,7 +93,6 @@ POINTS = {
         later=lambda name, turns, f: turns & f if name == "trend" else turns,
         first=lambda name, s, f: f if name == "trend" else s > 0,
     ),
-    "the default rule is trend: it must be consistent": rule(default="trend"),
     "the turn is missing: every step along the trend counts": rule(before=lambda s: torch.ones_like(s) > 0),
     "the turn is missing: every consistent step counts": rule(
         later=lambda name, turns, f: f if name == "consistent" else turns
@@ -112,9 +111,6 @@ POINTS = {
     ),
     "what remains is measured before the step (R[n] - R[j-1]): it must be R[n] - R[j]": rule(
         rest=lambda R, sign: sign(R[..., -1:] - R[..., :-1])
-    ),
-    "the consistency compares with the whole trend R[n] - R[0]: it must be R[n] - R[j]": rule(
-        rest=lambda R, sign: sign(R[..., -1:] - R[..., :1])
     ),
     "the trend is measured from the last step: it must be R[n] - R[0]": rule(
         trend=lambda R, sign: sign(R[..., -1:] - R[..., -2:-1])
@@ -174,6 +170,9 @@ BALANCING = {
         exact.balance(mask.flatten().flip(0), r_agg.flatten().flip(0)).flip(0).reshape(mask.shape)
     ),
     "each trajectory is balanced by itself: the scope is the whole batch": by_row,
+    "each prompt is balanced by itself: the scope is the whole batch": lambda mask, r_agg: torch.stack(
+        [exact.balance(m, r) for m, r in zip(mask, r_agg, strict=True)]
+    ),
     "nothing is balanced": lambda mask, r_agg: mask,
     "if one side is empty all are dropped: all must stay": balancing(empty=torch.zeros_like),
     "the mask is ignored: steps that are no turning points are counted": lambda mask, r_agg: exact.balance(
@@ -234,7 +233,6 @@ AWARDS = {
     "the award is added to R[j] - R[j-1]: it must replace it": awarding(
         award=lambda R: R[..., -1:] - R[..., :-1] + R[..., 1:] - R[..., :-1]
     ),
-    "turning points get R[j] - R[j-1] like all others": awarding(award=lambda R: R[..., 1:] - R[..., :-1]),
     "every step gets the award R[n] - R[j-1]": awarding(
         points=POINTS["every step is a turning point"], balance=lambda m, r: m
     ),
@@ -242,20 +240,19 @@ AWARDS = {
     "the award has the wrong sign": awarding(award=lambda R: R[..., :-1] - R[..., -1:]),
     "balanced is off by default": awarding(balanced_default=False),
     "the default rule is trend": awarding(rule_default="trend"),
-    "balanced is ignored: nothing is balanced": awarding(balance=lambda mask, r_agg: mask),
     "balanced is ignored: it is always on": lambda R, rule="consistent", balanced=True, tolerance=0.0: (
         exact.step_rewards(R, rule, True, tolerance)
     ),
-    "the tolerance is not passed on": lambda R, rule="consistent", balanced=True, tolerance=0.0: (
-        exact.step_rewards(R, rule, balanced)
-    ),
 }
 
+# one trajectory has consistent points of one sign only, so that balancing it by itself drops none
+SEEN_IN_AWARDS = {
+    **{sentence: awarding(points=f) for sentence, f in POINTS.items() if "default" not in sentence},
+    **{sentence: awarding(balance=f) for sentence, f in BALANCING.items() if f is not by_row},
+}
 WRONG_TURNING = [
     *(Wrong(sentence, {"incremental_rewards": f}) for sentence, f in INCREMENTS.items()),
     *(Wrong(sentence, {"turning_points": f}) for sentence, f in POINTS.items()),
     *(Wrong(sentence, {"balance": f}) for sentence, f in BALANCING.items()),
-    *(Wrong(sentence, {"step_rewards": f}) for sentence, f in AWARDS.items()),
-    *(Wrong(sentence, {"step_rewards": awarding(points=f)}) for sentence, f in POINTS.items()),
-    *(Wrong(sentence, {"step_rewards": awarding(balance=f)}) for sentence, f in BALANCING.items()),
+    *(Wrong(sentence, {"step_rewards": f}) for sentence, f in {**AWARDS, **SEEN_IN_AWARDS}.items()),
 ]
