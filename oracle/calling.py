@@ -30,9 +30,7 @@ class Functions:
 
     def plainly(self, name: str, *args, **kwargs):
         """Call a function with the very tensors given."""
-        if name in self.takes_tensors:
-            args = [torch.tensor(a, dtype=torch.float64) if isinstance(a, float) else a for a in args]
-        return self.raw[name](*args, **kwargs)
+        return _call(self.raw[name], name in self.takes_tensors, args, kwargs, copies=False)
 
 
 def example(name: str) -> tuple[tuple, dict]:
@@ -57,11 +55,11 @@ def example(name: str) -> tuple[tuple, dict]:
     return examples[name]
 
 
-def _call(function: Callable, as_tensors: bool, args: Iterable, kwargs: dict):
+def _call(function: Callable, as_tensors: bool, args: Iterable, kwargs: dict, copies: bool = True):
     def fresh(value):
         if as_tensors and type(value) is float:
             return torch.tensor(value, dtype=torch.float64)
-        return value.clone() if isinstance(value, Tensor) else value
+        return value.clone() if copies and isinstance(value, Tensor) else value
 
     kept = {k: v if k == "noise_level" else fresh(v) for k, v in kwargs.items()}
     return function(*map(fresh, args), **kept)

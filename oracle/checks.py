@@ -176,36 +176,42 @@ class Diagnosis:
         return [max(suspects, key=self.agreement)] if len(suspects) > 1 else suspects
 
     def agreement(self, wrong: Wrong) -> float:
-        """Share of the outcomes that a wrong version gives too: those of the functions that it replaces."""
+        """How well a wrong version reproduces the outcomes of the functions that it replaces, on average."""
         relevant = [o for o in self.outcomes if o.property.quick and self.relevant(wrong, o)]
         relevant = [o for o in relevant if len(o.property.needs) == len(wrong.functions)] or relevant
-        return sum(self.agrees(wrong, o) for o in relevant) / max(len(relevant), 1)
+        return sum(self.likeness(wrong, o) for o in relevant) / max(len(relevant), 1)
 
     def relevant(self, wrong: Wrong, outcome: Outcome) -> bool:
-        return not outcome.error and all(name in outcome.property.needs for name in wrong.functions)
+        return all(name in outcome.property.needs for name in wrong.functions)
 
     def agrees(self, wrong: Wrong, outcome: Outcome) -> bool:
-        """Whether both measure the same, and are both right or both wrong."""
+        return self.likeness(wrong, outcome) == 1.0
+
+    def likeness(self, wrong: Wrong, outcome: Outcome) -> float:
+        """1 for the same measurement, 1/2 where both fail but differently, 0 where only one fails."""
         key = (id(wrong), outcome.property)
         if key not in self.known:
             if id(wrong) not in self.versions:
                 self.versions[id(wrong)] = Functions({**DEFINITIONS, **wrong.functions})
-            try:
-                observed = observe(outcome.property, self.versions[id(wrong)]).observed
-                self.known[key] = self.same(observed, outcome)
-            except Exception:  # it cannot give what the implementation gave
-                self.known[key] = False
+            self.known[key] = self.compare(self.versions[id(wrong)], outcome)
         return self.known[key]
 
     @staticmethod
-    def same(observed: Tensor, outcome: Outcome) -> bool:
-        found = outcome.measured.observed
+    def compare(version: Functions, outcome: Outcome) -> float:
+        if outcome.error:
+            return 0.0 if measure(outcome.property, version).holds else 0.5
+        try:
+            observed = observe(outcome.property, version).observed
+        except Exception:  # a wrong version may raise, too
+            return 0.0 if outcome.holds else 0.5
+        found, measured = outcome.measured.observed, outcome.measured
         if observed.shape != found.shape:
-            return False
-        right = largest_deviation(observed, outcome.measured) <= outcome.tolerance
-        slack = AGREEMENT * TOLERANCE[outcome.arithmetic] * outcome.measured.scale * found.abs().clamp(min=1)
-        close = ((observed - found).abs() <= slack) | (observed == found) | (observed.isnan() & found.isnan())
-        return right == outcome.holds and bool(close.all())
+            return 0.0 if outcome.holds else 0.5
+        if (largest_deviation(observed, measured) <= outcome.tolerance) != outcome.holds:
+            return 0.0
+        slack = AGREEMENT * TOLERANCE[outcome.arithmetic] * measured.scale * found.abs().clamp(min=1)
+        same = ((observed - found).abs() <= slack) | (observed == found) | (observed.isnan() & found.isnan())
+        return 1.0 if same.all() else 0.5
 
 
 def pattern(failure: Outcome) -> str:

@@ -77,7 +77,7 @@ def _(f):
     cases=("group", "batch"),
 )
 def _(f, case):
-    return advantages(f, draw(106, 3, 5) / 4096, std=case)
+    return advantages(f, draw(106, 3, 5) * numbers([[2.0**-12], [2.0**-16], [2.0**-14]]), std=case)
 
 
 @check("group_advantages", "eps as given", ADVANTAGE)

@@ -1,5 +1,7 @@
 """Properties of the grid, the ODE step and the stochastic steps."""
 
+from functools import cache
+
 import torch
 
 from oracle import gaussian
@@ -50,6 +52,7 @@ def chain_of(f: Functions, policy: gaussian.Policy, sampler: gaussian.Sampler) -
     return gaussian.Chain(M, c, std)
 
 
+@cache
 def normal_data(num_steps: int, shift: float = 1.0) -> gaussian.Policy:
     """The exact policy for data N(1, 0.25) on the shifted grid."""
     s = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps

@@ -92,7 +92,7 @@ ADVANTAGES = {
     ),
     "the baseline is the median": normalised(center=lambda r: r.median(1, keepdim=True).values),
     "the sign is wrong: bad samples are reinforced": lambda *a, **k: -exact.group_advantages(*a, **k),
-    "eps is missing: small stds blow the advantages up": normalised(divisor=lambda std, eps: std + 1e-12),
+    "eps is missing: small stds blow the advantages up": normalised(divisor=lambda std, eps: std),
     "eps is fixed: the argument is ignored": normalised(divisor=lambda std, eps: std + 1e-4),
     "eps is added to the variance, inside the square root": normalised(
         divisor=lambda s, eps: (s**2 + eps).sqrt()

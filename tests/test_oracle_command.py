@@ -1,5 +1,5 @@
-"""`python -m oracle` on right implementations in several styles, which it must accept, on wrong ones, which it must
-refuse with the sentence that names the fault, and on files that it cannot use."""
+"""`python -m oracle` on right implementations in several styles, which it must accept, on wrong ones, which
+it must refuse with the sentence that names the fault, and on files that it cannot use."""
 
 import json
 import subprocess
@@ -110,13 +110,15 @@ STEPS = {
         """,
     "numpy scalars for step_std": """
         def transition(x, v, sigma, sigma_next, *, noise_level, sigma_clip, kind="flow"):
-            s, after, dt = np.float64(sigma), np.float64(sigma_next), np.float64(sigma) - np.float64(sigma_next)
+            s, after = np.float64(sigma), np.float64(sigma_next)
+            dt, eps_hat = s - after, x + float(1 - s) * v
             if kind == "cps":
                 std = after * np.sin(noise_level * np.pi / 2)
-                mean = x - v * float(dt) - float(after - np.sqrt(np.maximum(after**2 - std**2, 0))) * (x + float(1 - s) * v)
-                return mean, std
-            g = noise_level * (np.sqrt(s / (1 - np.minimum(s, sigma_clip))) if kind == "flow" else np.float64(1))
-            drift = v + float(g**2 / (2 * s)) * (x + float(1 - s) * v)
+                lost = after - np.sqrt(np.maximum(after**2 - std**2, 0))
+                return x - v * float(dt) - float(lost) * eps_hat, std
+            ratio = s / (1 - np.minimum(s, sigma_clip)) if kind == "flow" else np.float64(1)
+            g = noise_level * np.sqrt(ratio)
+            drift = v + float(g**2 / (2 * s)) * eps_hat
             return x - drift * float(dt), g * np.sqrt(dt)
 
         def gaussian_log_prob(x_next, mean, step_std):
@@ -137,12 +139,14 @@ STEPS = {
                 return (1 - after) * (x - sigma * v) + (after**2 - std**2).clamp(min=0).sqrt() * (
                     x + (1 - sigma) * v
                 ), std
-            g = noise_level * (torch.sqrt(sigma / (1 - sigma.minimum(clip))) if kind == "flow" else torch.ones_like(dt))
+            g = noise_level * torch.ones_like(dt)
+            if kind == "flow":
+                g = g * torch.sqrt(sigma / (1 - sigma.minimum(clip)))
             return x - (v + g.square() / (2 * sigma) * (x + (1 - sigma) * v)) * dt, g * dt.sqrt()
 
         def gaussian_log_prob(x_next, mean, step_std, reduce=True):
-            log = -(x_next - mean).square() / (2 * step_std.square()) - step_std.log() - math.log(2 * math.pi) / 2
-            return log.flatten(1).sum(1)
+            log = -(x_next - mean).square() / (2 * step_std.square()) - step_std.log()
+            return (log - math.log(2 * math.pi) / 2).flatten(1).sum(1)
 
         def gaussian_kl(mean, mean_ref, step_std):
             return ((mean - mean_ref) / step_std).square().flatten(1).sum(1) / 2
@@ -167,7 +171,7 @@ LEARNING = {
                 for p in range(flat.shape[0]):
                     group = flat[p, :, j] - flat[p, 0, j]  # equal rewards become 0 exactly
                     centred = group - group.mean()
-                    scale = {"group": group.std(unbiased=False), "batch": flat[:, :, j].std(unbiased=False)}.get(std)
+                    scale = (group if std == "group" else flat[:, :, j]).std(unbiased=False)
                     divided = centred if std == "none" else centred / (scale + eps)
                     out.view(flat.shape)[p, :, j] = divided.clip(-clamp, clamp)
             return out
@@ -230,7 +234,8 @@ TURNING = {
             return torch.tensor(rows).reshape(R.shape[:-1] + (R.shape[-1] - 1,))
 
         def balance(mask, r_agg):
-            entries = [(abs(a), -i, i, a > 0) for i, (m, a) in enumerate(zip(mask.flatten().tolist(), r_agg.flatten().tolist())) if m]
+            pairs = zip(mask.flatten().tolist(), r_agg.flatten().tolist())
+            entries = [(abs(a), -i, i, a > 0) for i, (m, a) in enumerate(pairs) if m]
             up, down = (sorted((e for e in entries if e[3] == side), reverse=True) for side in (True, False))
             k = min(len(up), len(down)) or len(entries)
             kept = torch.zeros(mask.numel(), dtype=torch.bool)
@@ -251,7 +256,8 @@ TURNING = {
             R = R.float()
             def sgn(d):
                 return d.sign() * (d.abs() > tolerance)
-            d, total, rest = sgn(R[..., 1:] - R[..., :-1]), sgn(R[..., -1:] - R[..., :1]), sgn(R[..., -1:] - R[..., 1:])
+            d, rest = sgn(R[..., 1:] - R[..., :-1]), sgn(R[..., -1:] - R[..., 1:])
+            total = sgn(R[..., -1:] - R[..., :1])
             before = torch.cat([-total, d[..., :-1]], dim=-1)  # the first step turns against nothing
             turn = (before * total < 0) & (d * total > 0)
             if rule == "trend":
@@ -378,75 +384,174 @@ ODE = """
 def ode_step(x, v, sigma, sigma_next):
     return x - v * (sigma - sigma_next)
 """
+DEFAULT_LEVEL = """def transition(x, v, sigma, sigma_next, *, noise_level, **rest):
+    return right(x, v, sigma, sigma_next, noise_level=noise_level or 0.7, **rest)
+
+def right("""
 RIGHT_ONES = (FLOW, LOG_PROB, KL, ADVANTAGES, SURROGATE, POINTS, AWARDS, WEIGHT, GRID, ODE)
 WRONG = [  # source, what is replaced, by what, a part of the sentence that must name it
-    (FLOW, "return mean, g * math.sqrt(dt)", "return mean, g", "step_std lacks sqrt(dt): KL and log-prob are off by the step size"),
+    (
+        FLOW,
+        "return mean, g * math.sqrt(dt)",
+        "return mean, g",
+        "step_std lacks sqrt(dt): KL and log-prob are off by the step size",
+    ),
     (FLOW, "return mean, g * math.sqrt(dt)", "return mean, g * dt", "step_std has dt in place of sqrt(dt)"),
     (FLOW, "sigma > sigma_clip", "sigma == 1", "the guard at sigma = 1 tests for equality"),
     (FLOW, "sigma > sigma_clip", "abs(sigma - 1) < 1e-5", "the guard at sigma = 1 fires next to 1 only"),
-    (FLOW, "below = sigma_clip if sigma > sigma_clip else sigma", "below = min(sigma, 0.9999999)", "sigma_clip is not used"),
-    (FLOW, "below = sigma_clip if sigma > sigma_clip else sigma", "below = sigma_clip", "sigma_clip is used at every step"),
-    (FLOW, "math.sqrt(sigma / (1 - below))", "math.sqrt(below / (1 - below))", "sigma_clip also replaces sigma in the numerator"),
+    (
+        FLOW,
+        "below = sigma_clip if sigma > sigma_clip else sigma",
+        "below = min(sigma, 0.9999999)",
+        "sigma_clip is not used",
+    ),
+    (
+        FLOW,
+        "below = sigma_clip if sigma > sigma_clip else sigma",
+        "below = sigma_clip",
+        "sigma_clip is used at every step",
+    ),
+    (
+        FLOW,
+        "math.sqrt(sigma / (1 - below))",
+        "math.sqrt(below / (1 - below))",
+        "sigma_clip also replaces sigma in the numerator",
+    ),
     (FLOW, "mean = x - drift * dt", "mean = x + drift * dt", None),
     (FLOW, "drift = v + g**2", "drift = v - g**2", "the drift correction has the wrong sign"),
     (FLOW, "g**2 / (2 * sigma)", "g**2 / sigma", "lacks the 1/2"),
     (FLOW, "g**2 / (2 * sigma) * eps_hat", "(g**2 * dt) / (2 * sigma) * eps_hat", "contains dt twice"),
     (FLOW, "g**2 / (2 * sigma) * eps_hat", "g**2 / (2 * sigma) * x", "must act on x + (1 - sigma) v"),
     (FLOW, "std = sigma_next *", "std = sigma *", "cps: step_std has sigma in place of sigma_next"),
-    (FLOW, "keep = math.sqrt(max(sigma_next**2 - std**2, 0))", "keep = sigma_next - std", "must be sqrt(sigma_next^2 - step_std^2)"),
+    (
+        FLOW,
+        "keep = math.sqrt(max(sigma_next**2 - std**2, 0))",
+        "keep = sigma_next - std",
+        "must be sqrt(sigma_next^2 - step_std^2)",
+    ),
     (FLOW, "noise_level * math.pi / 2", "noise_level", "the pi / 2 in the sine is missing"),
-    (FLOW, "def transition(", "def transition(x, v, sigma, sigma_next, *, noise_level, **rest):\n    return right(x, v, sigma, sigma_next, noise_level=noise_level or 0.7, **rest)\n\ndef right(", "'not given'"),
-    (FLOW, "return mean, g * math.sqrt(dt)", "return mean, max(g * math.sqrt(dt), 1e-3)", "step_std has a lower bound"),
+    (
+        FLOW,
+        "def transition(",
+        DEFAULT_LEVEL,
+        "'not given'",
+    ),
+    (
+        FLOW,
+        "return mean, g * math.sqrt(dt)",
+        "return mean, max(g * math.sqrt(dt), 1e-3)",
+        "step_std has a lower bound",
+    ),
     (FLOW, "drift = v +", "drift = v.detach() +", None),
     (FLOW, "return mean, g", "return mean.detach(), g", "no gradient flows into the mean"),
     (LOG_PROB, ".sum(1)", ".mean(1)", "log_prob is the mean over the entries"),
     (LOG_PROB, " - 0.5 * math.log(2 * math.pi)", "", "lacks the normalising constant log(2 pi) / 2"),
     (LOG_PROB, " - math.log(step_std)", "", "lacks -log(step_std)"),
     (LOG_PROB, "(2 * step_std**2)", "step_std**2", "lacks the 1/2"),
-    (LOG_PROB, "step_std", "(step_std**0.5)", None),
+    (
+        LOG_PROB,
+        "    log = -(",
+        "    step_std = step_std**0.5\n    log = -(",
+        "step_std is used as the variance",
+    ),
     (LOG_PROB, "(x_next - mean)", "(x_next - mean.detach())", "no gradient flows through the mean"),
     (KL, "(2 * step_std**2)", "(2 * step_std**2 / 0.1)", "loses the factor dt (here 0.1)"),
     (KL, "(2 * step_std**2)", "step_std**2", "the KL lacks the 1/2"),
     (KL, "(2 * step_std**2)", "(2 * step_std)", "it must be divided by step_std^2"),
     (KL, ".sum(1)", ".mean(1)", "the KL is the mean over the entries"),
     (ADVANTAGES, "unbiased=False", "unbiased=True", "the std is the unbiased one"),
-    (ADVANTAGES, "rewards.mean(1, keepdim=True)", "rewards.mean((0, 1), keepdim=True)", "the mean is that of the whole batch"),
+    (
+        ADVANTAGES,
+        "rewards.mean(1, keepdim=True)",
+        "rewards.mean((0, 1), keepdim=True)",
+        "the mean is that of the whole batch",
+    ),
     (ADVANTAGES, "rewards.std(1, keepdim", "rewards.std(0, keepdim", "the std runs over the prompts"),
     (ADVANTAGES, " + eps", "", "eps is missing"),
     (ADVANTAGES, ".clamp(-clamp, clamp)", "", "the advantages are not clamped"),
     (ADVANTAGES, ".clamp(-clamp, clamp)", ".clamp(max=clamp)", "the clamp holds on the positive side only"),
     (ADVANTAGES, ".masked_fill(equal, 0.0)", "", "it must get exactly 0"),
-    (SURROGATE, "torch.exp(log_prob_new - old)", "torch.exp(log_prob_new - old).detach()", "the ratio is detached"),
+    (
+        SURROGATE,
+        "torch.exp(log_prob_new - old)",
+        "torch.exp(log_prob_new - old).detach()",
+        "the ratio is detached",
+    ),
     (SURROGATE, "torch.max(", "torch.min(", "min stands for max"),
     (SURROGATE, "log_prob_new - old", "old - log_prob_new", "old and new are swapped"),
-    (SURROGATE, "torch.clamp(ratio, 1 - clip_range, 1 + clip_range)", "torch.clamp(ratio, max=1 + clip_range)", "clipped from above only"),
+    (
+        SURROGATE,
+        "torch.clamp(ratio, 1 - clip_range, 1 + clip_range)",
+        "torch.clamp(ratio, max=1 + clip_range)",
+        "clipped from above only",
+    ),
     (SURROGATE, "torch.clamp(ratio, 1 - clip_range, 1 + clip_range)", "ratio", "there is no clip"),
     (SURROGATE, "torch.max(-A * ratio, -A * clipped)", "(-A * clipped)", "only the clipped ratio is used"),
     (SURROGATE, "weights.detach()", "weights", "gradient flows through the weights"),
     (SURROGATE, "advantages.detach()", "advantages", "gradient flows through the advantages"),
     (SURROGATE, "log_prob_old.detach()", "log_prob_old", "gradient flows through log_prob_old"),
     (SURROGATE, "(w * torch.max", "(torch.max", "the weights are ignored"),
-    (SURROGATE, "ratio = torch.exp(log_prob_new - old)", "ratio, w = w * torch.exp(log_prob_new - old), 1.0", "the weights stand inside the clip"),
+    (
+        SURROGATE,
+        "ratio = torch.exp(log_prob_new - old)",
+        "ratio, w = w * torch.exp(log_prob_new - old), 1.0",
+        "the weights stand inside the clip",
+    ),
     (SURROGATE, ".mean(), {}", ".sum(), {}", "the loss is the sum over the samples"),
     (POINTS, "out[..., 0] = d[..., 0] * rest[..., 0] > 0", "out[..., 0] = False", None),
     (POINTS, "    return out\n", "    out[..., 0] = False\n    return out\n", "the first step is ignored"),
-    (POINTS, "    return out\n", "    out[..., -1] = True\n    return out\n", "the last step is always a turning point"),
-    (POINTS, "rest = sgn(R[..., -1:] - R[..., 1:])", "rest = sgn(R[..., -1:] - R[..., :-1])", "it must be R[n] - R[j]"),
-    (POINTS, "d[..., j - 1] * total[..., 0] < 0", "d[..., j - 1] * total[..., 0] <= 0", "a flat step counts as one against the trend"),
+    (
+        POINTS,
+        "    return out\n",
+        "    out[..., -1] = True\n    return out\n",
+        "the last step is always a turning point",
+    ),
+    (
+        POINTS,
+        "rest = sgn(R[..., -1:] - R[..., 1:])",
+        "rest = sgn(R[..., -1:] - R[..., :-1])",
+        "it must be R[n] - R[j]",
+    ),
+    (
+        POINTS,
+        "d[..., j - 1] * total[..., 0] < 0",
+        "d[..., j - 1] * total[..., 0] <= 0",
+        "a flat step counts as one against the trend",
+    ),
     (POINTS, "d.abs() <= tolerance, 0.0, d.sign()", "d == 0, 0.0, d.sign()", "the tolerance is ignored"),
-    (AWARDS, "return torch.where(kept, award, d)", "return torch.where(kept, award, torch.where(points, 0 * d, d))", "a dropped turning point gets 0"),
-    (AWARDS, "balance(points, award)", "balance(points, (R[..., -1:] - R[..., :1]).expand_as(d))", "balancing ranks by R[n] - R[0]"),
+    (
+        AWARDS,
+        "return torch.where(kept, award, d)",
+        "return torch.where(kept, award, torch.where(points, 0 * d, d))",
+        "a dropped turning point gets 0",
+    ),
+    (
+        AWARDS,
+        "balance(points, award)",
+        "balance(points, (R[..., -1:] - R[..., :1]).expand_as(d))",
+        "balancing ranks by R[n] - R[0]",
+    ),
     (AWARDS, "award, d = R[..., -1:] - R[..., :-1]", "award, d = R[..., -1:] - R[..., 1:]", None),
     (AWARDS, "(abs(values[i]), -i)", "(values[i], -i)", None),
     (AWARDS, "(abs(values[i]), -i)", "(-abs(values[i]), -i)", "the smallest awards are kept"),
     (WEIGHT, "log_prob_old - log_prob_off", "log_prob_off - log_prob_old", "the weight is inverted"),
     (WEIGHT, ".sum(1)", ".mean(1)", "the geometric mean"),
-    (WEIGHT, "(log_prob_old - log_prob_off)", "(log_prob_old - log_prob_off)[:, 1:]", "the first step of the prefix is left out"),
+    (
+        WEIGHT,
+        "(log_prob_old - log_prob_off)",
+        "(log_prob_old - log_prob_off)[:, 1:]",
+        "the first step of the prefix is left out",
+    ),
     (WEIGHT, ".exp()", ".exp().clamp(max=1)", "the weight is capped at 1"),
-    (GRID, "shift * s / (1 + (shift - 1) * s)", "(shift * s / (1 + (shift - 1) * s)).flip(0)", "it must fall from 1 to 0"),
+    (
+        GRID,
+        "shift * s / (1 + (shift - 1) * s)",
+        "(shift * s / (1 + (shift - 1) * s)).flip(0)",
+        "it must fall from 1 to 0",
+    ),
     (ODE, "x - v *", "x + v *", "the sign of dt is wrong"),
     (ODE, "return x - v * (sigma - sigma_next)", "x -= v * (sigma - sigma_next)\n    return x", None),
-]  # fmt: skip
+]
 
 
 def test_the_sources_that_the_wrong_ones_depart_from_are_right(tmp_path, capsys):
