@@ -7,6 +7,8 @@ deviation is the wrong version whose measurements agree with those of the implem
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -45,7 +47,8 @@ class Property(NamedTuple):
         return f"{self.function}: {self.name}"
 
 
-class Wrong(NamedTuple):
+@dataclass(frozen=True, eq=False)  # equal only to itself, so that its behaviour can be cached
+class Wrong:
     """A named wrong version: the functions that it replaces, and what it does, as a sentence."""
 
     sentence: str
@@ -143,8 +146,6 @@ class Diagnosis:
 
     def __init__(self, outcomes: list[Outcome], wrongs: list[Wrong]):
         self.outcomes, self.wrongs = outcomes, wrongs
-        self.versions: dict[int, Functions] = {}
-        self.known: dict[tuple[int, Property], bool] = {}
         self.named: list[Wrong] = []
         simple = [o for o in outcomes if not o.holds and len(o.property.needs) == 1]
         for failure in simple:
@@ -189,29 +190,32 @@ class Diagnosis:
 
     def likeness(self, wrong: Wrong, outcome: Outcome) -> float:
         """1 for the same measurement, 1/2 where both fail but differently, 0 where only one fails."""
-        key = (id(wrong), outcome.property)
-        if key not in self.known:
-            if id(wrong) not in self.versions:
-                self.versions[id(wrong)] = Functions({**DEFINITIONS, **wrong.functions})
-            self.known[key] = self.compare(self.versions[id(wrong)], outcome)
-        return self.known[key]
-
-    @staticmethod
-    def compare(version: Functions, outcome: Outcome) -> float:
         if outcome.error:
-            return 0.0 if measure(outcome.property, version).holds else 0.5
-        try:
-            observed = observe(outcome.property, version).observed
-        except Exception:  # a wrong version may raise, too
-            return 0.0 if outcome.holds else 0.5
-        found, measured = outcome.measured.observed, outcome.measured
-        if observed.shape != found.shape:
+            return 0.0 if measure(outcome.property, version(wrong)).holds else 0.5
+        measured, found = outcome.measured, outcome.measured.observed
+        observed = behaviour(wrong, outcome.property)
+        if observed is None or observed.shape != found.shape:
             return 0.0 if outcome.holds else 0.5
         if (largest_deviation(observed, measured) <= outcome.tolerance) != outcome.holds:
             return 0.0
         slack = AGREEMENT * TOLERANCE[outcome.arithmetic] * measured.scale * found.abs().clamp(min=1)
         same = ((observed - found).abs() <= slack) | (observed == found) | (observed.isnan() & found.isnan())
         return 1.0 if same.all() else 0.5
+
+
+@cache
+def version(wrong: Wrong) -> Functions:
+    """All contract functions, with those that a wrong version replaces."""
+    return Functions({**DEFINITIONS, **wrong.functions})
+
+
+@cache
+def behaviour(wrong: Wrong, prop: Property) -> Tensor | None:
+    """What a property observes of a wrong version; None where that raises."""
+    try:
+        return observe(prop, version(wrong)).observed
+    except Exception:  # a wrong version may raise, too
+        return None
 
 
 def pattern(failure: Outcome) -> str:
