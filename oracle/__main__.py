@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ def load(path: Path) -> dict[str, Callable]:
         raise Unusable(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.append(str(path.resolve().parent))  # for what stands beside the file
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
@@ -48,8 +49,6 @@ def load(path: Path) -> dict[str, Callable]:
     except BaseException as error:  # whatever stops the file, SystemExit included
         words = " ".join(str(error).split())
         raise Unusable(f"{path}: it cannot be imported: {type(error).__name__}: {words}") from None
-    finally:
-        sys.path.remove(str(path.resolve().parent))
     return {name: getattr(module, name) for name in CONTRACT if callable(getattr(module, name, None))}
 
 
@@ -102,6 +101,12 @@ def count(rows: list[Row]) -> str:
     )
 
 
+def as_json(rows: list[Row]) -> str:
+    """The rows as a JSON list of objects. deviation is null where nothing could be compared."""
+    finite = [r._replace(deviation=None) if r.deviation in (None, math.inf) else r for r in rows]
+    return json.dumps([row._asdict() for row in finite], indent=1, allow_nan=False)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m oracle", description=__doc__.splitlines()[0])
@@ -129,11 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     except Unusable as reason:
         print(f"oracle: {reason}", file=sys.stderr)
         return 2
-    print(
-        json.dumps([row._asdict() for row in rows], indent=1)
-        if args.json
-        else f"{table(rows)}\n\n{count(rows)}"
-    )
+    print(as_json(rows) if args.json else f"{table(rows)}\n\n{count(rows)}")
     return 1 if any(row.verdict == "FAILS" for row in rows) else 0
 
 

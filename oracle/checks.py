@@ -103,7 +103,7 @@ def measure(prop: Property, functions: Functions, precision: str = "float64") ->
         measured = observe(prop, functions)
     except Mismatch as mismatch:
         return Outcome(prop, None, torch.inf, tolerance, precision, str(mismatch))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"raised {type(error).__name__}: {error}".splitlines()[0][:160]
         return Outcome(prop, None, torch.inf, tolerance, precision, reason)
     if callable(measured.expected):

@@ -23,7 +23,7 @@ REGIONS = {  # name: sign of the advantage, log-ratios
     "ratio inside the clip range": ((1, -1, 1, -1), (0.125, -0.125, -0.0625, 0.0625)),
     "A > 0, ratio above the clip range: none": ((1, 1, 1, 1), (0.25, 0.5, 0.375, 1.0)),
     "A > 0, ratio below the clip range: it flows": ((1, 1, 1, 1), (-0.25, -0.5, -0.375, -1.0)),
-    "A < 0, ratio above the clip range: it flows": ((-1, -1, -1, -1), (0.25, 0.5, 0.375, 1.0)),
+    "A < 0, ratio above the clip range: it flows": ((-1, -1, -1, -1), (0.25, 0.5, 2.0, 1.0)),
     "A < 0, ratio below the clip range: none": ((-1, -1, -1, -1), (-0.25, -0.5, -0.375, -1.0)),
 }
 
@@ -169,6 +169,14 @@ def _(f, case):
     return Measured(
         loss_of(f, new, old, A, CLIP)[None].double(), exact_loss(new, old, A, CLIP, torch.ones_like(A))
     )
+
+
+@check("clipped_surrogate", "loss, advantages of up to 40 and ratios of up to 20", SURROGATE)
+def _(f):
+    new, old, A, _ = samples(154, 12)
+    new, A = old + (new - old).clamp(-0.5, 0.5) * 6, (A * 16).clamp(-40, 40)
+    exact = exact_loss(new, old, A, CLIP, torch.ones_like(A))
+    return Measured(loss_of(f, new, old, A, CLIP)[None].double(), exact, 500.0)
 
 
 @check("clipped_surrogate", "loss with weights, {case}", SURROGATE, cases=("(B,)", "(B, n)"))

@@ -127,7 +127,7 @@ def _(f, case):
 # ---- gaussian_kl
 
 
-@check("gaussian_kl", "value, step_std = {case}", KL, cases=(0.375, 1.5))
+@check("gaussian_kl", "value, step_std = {case}", KL, cases=(0.0078125, 0.375, 1.5))
 def _(f, case):
     mean, ref = draw(60, 5, 3), draw(61, 5, 3)
     expected = ((mean - ref) ** 2 / (2 * case**2)).sum(1)
@@ -222,8 +222,8 @@ def _(f):
 @check("sequence_weight", "large and small weights are kept", WEIGHT)
 def _(f):
     off = -4.0 - draw(82, 3, 2).abs()
-    old = off + numbers([[4.0, 3.0], [-2.5, -3.0], [9.0, -8.0]])
-    expected = numbers([7.0, -5.5, 1.0])
+    old = off + numbers([[9.0, 7.0], [-2.5, -7.0], [9.0, -8.0]])
+    expected = numbers([16.0, -9.5, 1.0])
     return Measured(flat((f.sequence_weight(old, off), (3,))).log(), expected, 10.0)
 
 

@@ -73,6 +73,9 @@ ADVANTAGES = {
         batch_std=lambda r: r.std(correction=0),
     ),
     "the batch std runs over the steps too": normalised(batch_std=lambda r: r.std(correction=0)),
+    "the batch std is that of the centred rewards: it must be that of the rewards": normalised(
+        batch_std=lambda r: (r - r.mean(1, keepdim=True)).std((0, 1), keepdim=True, correction=0)
+    ),
     "the batch std is the mean of the groups' stds": normalised(
         batch_std=lambda r: r.std(1, keepdim=True, correction=0).mean(0, keepdim=True)
     ),
@@ -124,12 +127,13 @@ def surrogate(
     weigh: Callable = lambda loss, w: w.detach() * loss,
     reduce: Callable = lambda loss, A, w: loss.mean(),
     sign: float = -1.0,
+    bound: Callable = lambda loss, A: loss,
 ) -> Callable:
     """`clipped_surrogate` with some of its ingredients exchanged."""
 
     def clipped_surrogate(log_prob_new, log_prob_old, advantages, clip_range, weights=None):
         A, r = advantage(advantages), ratio(log_prob_new, log_prob_old)
-        loss = worse(sign * A * r, sign * A * clip(r, clip_range))
+        loss = bound(worse(sign * A * r, sign * A * clip(r, clip_range)), A)
         loss = loss if weights is None else weigh(loss, weights)
         return reduce(loss, advantages, weights), {}
 
@@ -180,6 +184,12 @@ SURROGATE = {
     ),
     "the clip range is twice as wide": surrogate(clip=lambda ratio, c: ratio.clamp(1 - 2 * c, 1 + 2 * c)),
     "the clip range is half as wide": surrogate(clip=lambda ratio, c: ratio.clamp(1 - c / 2, 1 + c / 2)),
+    "a second clip bounds the loss of A < 0 at large ratios (dual-clip PPO)": surrogate(
+        bound=lambda loss, A: torch.where(A < 0, torch.minimum(loss, -3 * A), loss)
+    ),
+    "the advantages are clamped to +-5 inside the loss": surrogate(
+        advantage=lambda A: A.detach().clamp(-5, 5)
+    ),
     "the loss is the sum over the samples: it must be their mean": surrogate(
         reduce=lambda loss, A, w: loss.sum()
     ),
