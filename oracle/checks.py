@@ -97,12 +97,14 @@ def observe(prop: Property, functions: Functions) -> Measured:
 
 
 def measure(prop: Property, functions: Functions, precision: str = "float64") -> Outcome:
-    """One property of the given functions."""
+    """One property of the given functions. Raises NotImplementedError if they do."""
     tolerance = TOLERANCE[precision] if prop.tolerance is None else prop.tolerance
     try:
         measured = observe(prop, functions)
     except Mismatch as mismatch:
         return Outcome(prop, None, torch.inf, tolerance, precision, str(mismatch))
+    except NotImplementedError:
+        raise
     except (Exception, SystemExit) as error:
         reason = f"raised {type(error).__name__}: {error}".splitlines()[0][:160]
         return Outcome(prop, None, torch.inf, tolerance, precision, reason)
@@ -112,31 +114,33 @@ def measure(prop: Property, functions: Functions, precision: str = "float64") ->
 
 
 def examine(functions: dict[str, Callable], properties: list[Property], wrongs: list[Wrong]) -> list[Row]:
-    """Hold functions against properties: one row each, in their order."""
+    """Hold functions against properties: one row each, in their order.
+
+    Not checked is a property that needs a function that is not there, or one that raises NotImplementedError
+    (a kind of sampler that it does not have, say).
+    """
     checked = Functions(functions)
     precision = {name: arithmetic(name, checked) for name in functions}
-    outcomes = {}
+    outcomes, absent = {}, {}
     for prop in properties:
-        if all(name in functions for name in prop.needs):
-            single = "float32" if any(precision[name] == "float32" for name in prop.needs) else "float64"
-            outcomes[prop] = measure(prop, checked, single)
+        missing = [name for name in prop.needs if name not in functions]
+        if missing:
+            absent[prop] = f"lacks {', '.join(missing)}"
+            continue
+        single = any(precision[name] == "float32" for name in prop.needs)
+        try:
+            outcomes[prop] = measure(prop, checked, "float32" if single else "float64")
+        except NotImplementedError as reason:
+            absent[prop] = f"not implemented: {reason}".splitlines()[0]
     diagnosis = Diagnosis(list(outcomes.values()), wrongs)
     rows = []
     for prop in properties:
-        outcome = outcomes.get(prop)
-        if outcome is None:
-            missing = ", ".join(name for name in prop.needs if name not in functions)
-            row = (None, None, None, "not checked", f"lacks {missing}")
-        elif outcome.holds:
-            row = (outcome.deviation, outcome.tolerance, outcome.arithmetic, "holds", "")
+        if prop in absent:
+            row = (None, None, None, "not checked", absent[prop])
         else:
-            row = (
-                outcome.deviation,
-                outcome.tolerance,
-                outcome.arithmetic,
-                "FAILS",
-                diagnosis.meaning(outcome),
-            )
+            outcome = outcomes[prop]
+            found = (outcome.deviation, outcome.tolerance, outcome.arithmetic)
+            row = (*found, "holds", "") if outcome.holds else (*found, "FAILS", diagnosis.meaning(outcome))
         rows.append(Row(prop.function, prop.name, prop.equation, *row))
     return rows
 

@@ -54,7 +54,8 @@ def check(
 
 def draw(seed: int, *shape: int) -> Tensor:
     """Standard normal numbers in float64 that float32 holds exactly."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return noise.double()
 
 
 def numbers(values) -> Tensor:

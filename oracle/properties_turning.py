@@ -162,8 +162,10 @@ def _(f):
 
 @check("balance", "of equal awards the later ones are dropped", BALANCE, tolerance=0.0)
 def _(f):
-    awards = [[1.0, 1.0, -2.0, 1.0], [2.0, -1.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0]]
-    return balanced(f, torch.ones(3, 4, dtype=torch.bool), numbers(awards))
+    few = numbers([[1.0, 1.0, -2.0, 1.0], [2.0, -1.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0]])
+    many = (draw(225, 6, 40) + 0.5).sign() * draw(226, 6, 40).abs().ceil()
+    parts = [balanced(f, torch.ones_like(awards) > 0, awards) for awards in (few, many)]
+    return Measured(torch.cat([p.observed for p in parts]), torch.cat([p.expected for p in parts]))
 
 
 # ---- step_rewards

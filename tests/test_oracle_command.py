@@ -681,6 +681,65 @@ def test_a_raising_function_fails_with_its_reason(tmp_path, capsys):
     assert {row["meaning"] for row in rows if row["verdict"] == "FAILS"} == {"raised KeyError: 'x'"}
 
 
+def test_a_sampler_that_is_not_implemented_is_not_checked(tmp_path, capsys):
+    source = FLOW.replace(
+        'if kind == "cps":',
+        'if kind == "dance":\n        raise NotImplementedError(kind)\n    if kind == "cps":',
+    )
+    code, rows = hold(tmp_path, capsys, source, "--only", "transition")
+    assert code == 0
+    found = {row["verdict"]: row["meaning"] for row in rows if "dance" in row["property"]}
+    assert found == {"not checked": "not implemented: dance"}
+    assert {row["verdict"] for row in rows if "cps" in row["property"]} == {"holds"}
+
+
+ADAPTER = """
+import math
+import torch
+from their_code import sde_step
+
+def transition(x, v, sigma, sigma_next, *, noise_level, sigma_clip, kind="flow"):
+    if kind != "flow":
+        raise NotImplementedError(kind)
+    _, _, mean, std_dev_t = sde_step(v, x, sigma, sigma_next, eta=noise_level, sigma_max=sigma_clip)
+    return mean, std_dev_t * math.sqrt(sigma - sigma_next)
+
+def gaussian_log_prob(x_next, mean, step_std):
+    x, v = mean, torch.zeros_like(mean)
+    _, per_entry, _, _ = sde_step(v, x, 0.5, 0.25, prev_sample=x_next, mean=mean, std=float(step_std))
+    return per_entry * mean[0].numel()
+"""
+THEIR_CODE = """
+import math
+import torch
+
+def sde_step(output, sample, sigma, sigma_prev, eta=0.7, sigma_max=1.0, prev_sample=None, mean=None, std=0):
+    dt = sigma_prev - sigma
+    std_dev_t = math.sqrt(sigma / (1 - (sigma_max if sigma == 1 else sigma))) * eta
+    if mean is None:
+        mean = sample * (1 + std_dev_t**2 / (2 * sigma) * dt)
+        mean = mean + output * (1 + std_dev_t**2 * (1 - sigma) / (2 * sigma)) * dt
+    std = torch.tensor(std or std_dev_t * math.sqrt(-dt), dtype=torch.float64)
+    if prev_sample is None:
+        prev_sample = mean + std * torch.randn_like(mean)
+    log_prob = -((prev_sample.detach() - mean) ** 2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
+    return prev_sample, log_prob.flatten(1).mean(1), mean, std_dev_t
+"""
+
+
+def test_an_adapter_for_other_signatures(tmp_path, capsys):
+    """The code reports g in place of a std and averages its log-probability, which the adapter puts right; and
+    it guards sigma = 1 by an equality, which the oracle finds."""
+    (tmp_path / "their_code.py").write_text(THEIR_CODE)
+    code, rows = hold(tmp_path, capsys, ADAPTER)
+    failures = {row["property"]: row["meaning"] for row in rows if row["verdict"] == "FAILS"}
+    assert code == 1 and set(failures) == {
+        f"flow: first step from sigma = {s}" for s in ("0.999999", "0.999")
+    }
+    assert all("the guard at sigma = 1 tests for equality" in meaning for meaning in failures.values())
+    assert sum(row["verdict"] == "holds" for row in rows) > 25
+
+
 def test_the_oracle_shares_no_code_with_what_it_checks():
     for path in (ROOT / "oracle").glob("*.py"):
         lines = [line.split() for line in Path(path).read_text().splitlines()]
