@@ -47,6 +47,7 @@ def load(path: Path) -> dict[str, Callable]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever stops the file, SystemExit included
+        del sys.modules[name]
         words = " ".join(str(error).split())
         raise Unusable(f"{path}: it cannot be imported: {type(error).__name__}: {words}") from None
     return {name: getattr(module, name) for name in CONTRACT if callable(getattr(module, name, None))}

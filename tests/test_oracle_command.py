@@ -586,14 +586,26 @@ def gaussian_kl(mean, mean_ref, step_std):
     assert sum("divides by g^2 and so loses the factor dt" in row["meaning"] for row in rows) >= 3
 
 
-def test_every_named_wrong_version_fails_a_property():
-    """By its own sentence where the wrong version is alone, so that no two of a function look the same."""
+def test_named_wrong_versions_fail_and_differ():
+    """Each fails a property of its function alone, and no two of a function measure the same."""
+    seen = {}
     for wrong in WRONGS:
-        functions = {**DEFINITIONS, **wrong.functions}
+        functions = checks.Functions({**DEFINITIONS, **wrong.functions})
         concerned = [p for p in PROPERTIES if p.quick and set(wrong.functions) == set(p.needs)]
-        assert any(not checks.measure(p, checks.Functions(functions)).holds for p in concerned), (
-            wrong.sentence
-        )
+        outcomes = [checks.measure(p, functions) for p in concerned]
+        assert not all(outcome.holds for outcome in outcomes), wrong.sentence
+        for other, others in seen.get(tuple(wrong.functions), []):
+            pairs = zip(outcomes, others, strict=True)
+            assert any(differ(one, two) for one, two in pairs), f"{wrong.sentence} / {other}"
+        seen.setdefault(tuple(wrong.functions), []).append((wrong.sentence, outcomes))
+
+
+def differ(one, two):
+    """Whether two outcomes of a property differ by more than rounding."""
+    if one.measured is None or two.measured is None:
+        return (one.measured is None) != (two.measured is None)
+    a, b = one.measured.observed, two.measured.observed
+    return a.shape != b.shape or not torch.allclose(a, b, rtol=1e-8, atol=1e-14, equal_nan=True)
 
 
 def test_every_property_is_needed_by_its_function():
@@ -728,8 +740,8 @@ def sde_step(output, sample, sigma, sigma_prev, eta=0.7, sigma_max=1.0, prev_sam
 
 
 def test_an_adapter_for_other_signatures(tmp_path, capsys):
-    """The code reports g in place of a std and averages its log-probability, which the adapter puts right; and
-    it guards sigma = 1 by an equality, which the oracle finds."""
+    """The code reports g in place of a std and averages its log-probability: the adapter puts both right. It
+    guards sigma = 1 by an equality: the oracle finds that."""
     (tmp_path / "their_code.py").write_text(THEIR_CODE)
     code, rows = hold(tmp_path, capsys, ADAPTER)
     failures = {row["property"]: row["meaning"] for row in rows if row["verdict"] == "FAILS"}
