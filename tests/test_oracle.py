@@ -305,6 +305,7 @@ def test_completions_and_their_rewards(kind):
     steps = gaussian.chain(policy, Sampler(kind, KINDS[kind], window))
     states = gaussian.trajectories(steps, draw(52, 6, 2), draw(53, 6, 3, 2))
     R = gaussian.completion_rewards(policy, states, window, REWARD)
+    assert R.shape == (6, 4)
     for j, k in enumerate(range(1, 5)):
         x = states[:, k]
         for i in range(k, 6):
