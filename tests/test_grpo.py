@@ -50,13 +50,19 @@ def test_advantages_are_clamped():
 
 
 def test_advantages_refuse_bad_input():
-    for rewards, std in [
-        (torch.zeros(4), "group"),
-        (torch.zeros(2, 2), "global"),
-        (torch.tensor([[0.0, torch.nan]]), "group"),
+    for rewards, std, message in [
+        (torch.zeros(4), "group", r"^rewards must be \(P, G\) or \(P, G, n\), not \(4,\)$"),
+        (torch.zeros(2, 2, 2, 2), "group", "^rewards must be"),
+        (torch.zeros(2, 2), "global", """^std must be "group", "batch" or "none", not 'global'$"""),
+        (torch.tensor([[0.0, torch.nan]]), "group", "^rewards must be finite$"),
     ]:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=message):
             group_advantages(rewards, std)
+
+
+def test_advantages_keep_the_dtype_of_the_rewards():
+    assert group_advantages(REWARDS.float()).dtype == torch.float32
+    assert group_advantages(REWARDS).dtype == torch.float64
 
 
 @given(st.integers(0, 2**31), st.floats(-50, 50), st.floats(0.1, 10))
@@ -124,7 +130,7 @@ def test_surrogate_on_policy_has_the_policy_gradient():
 
 def test_surrogate_refuses_shapes_that_would_broadcast():
     for shapes in [((4,), (4, 1), (4,)), ((4, 2), (4, 2), (4,)), ((4,), (1,), (4,))]:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="^shapes must be equal"):
             clipped_surrogate(*(torch.zeros(shape) for shape in shapes), 0.2)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="^shapes must be equal"):
         clipped_surrogate(torch.zeros(4), torch.zeros(4), torch.zeros(4), 0.2, torch.ones(1))

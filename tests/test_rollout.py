@@ -12,6 +12,7 @@ from shared.sde import SAMPLERS, gaussian_log_prob, ode_step, shifted_sigmas, tr
 
 SIGMAS = shifted_sigmas(6, 2.0)
 COND = {"label": torch.tensor([0, 1, 1, 0])}
+PINNED_NOISE = [-0.2872794, -1.5094985, -1.9689022]  # of sample 3 in iteration 2 of seed 1
 
 
 def linear_rollout(policy, window=(1, 4), **options):
@@ -103,6 +104,10 @@ def test_sample_noise_depends_on_the_sample_alone(linear_policy):
     assert torch.equal(sample_noise(linear_policy, 1, 2, [4, 1], 3), noise[[4, 1]])
     for other in [(2, 2, range(6)), (1, 3, range(6)), (1, 2, range(6, 12))]:
         assert not torch.isclose(sample_noise(linear_policy, *other, 3), noise).any()
+    pinned = sample_noise(
+        LinearPolicy(torch.float32), 1, 2, [3], 1
+    )  # a resumed run draws what it would have drawn
+    assert_close(pinned[0, 0], torch.tensor(PINNED_NOISE), rtol=0, atol=1e-6)
     many = sample_noise(
         linear_policy, 0, 0, range(2000), 2
     )  # 12,000 standard normals: |mean| < 5 / sqrt(12,000)
@@ -130,6 +135,21 @@ def test_ratio_is_one_before_the_first_update(kind, dtype):
     assert (dtype == torch.float32) == torch.equal(unrounded.log_prob, result.log_prob)
 
 
+def test_every_state_is_kept_in_the_storage_dtype():
+    """Also those of ODE steps before and after the window, and of completions: rounded after each step."""
+    policy = LinearPolicy(torch.float32)
+    noise = sample_noise(policy, 3, 5, range(4), 4)
+    options = {"noise_level": 0.5, "with_completions": True, "storage_dtype": torch.bfloat16}
+    result = rollout(policy, noise, COND, SIGMAS, (1, 4), **options)
+    assert {t.dtype for t in (result.latents, result.completions, result.final)} == {torch.bfloat16}
+    x = noise[:, 0].bfloat16()
+    for k in range(6):
+        if k == 1:
+            assert torch.equal(result.latents[:, 0], x)
+        x = ode_step(x, policy.velocity(x, SIGMAS[k], COND), SIGMAS[k], SIGMAS[k + 1]).bfloat16()
+    assert torch.equal(result.completions[:, 0], x)
+
+
 def test_ode_sample_follows_the_grid(linear_policy):
     x = sample_noise(linear_policy, 0, 0, range(4), 1)[:, 0]
     expected = x
@@ -144,7 +164,7 @@ def test_ode_sample_follows_the_grid(linear_policy):
 @pytest.mark.parametrize("window", [(0, 6), (2, 2), (-1, 3)])
 def test_windows_that_do_not_fit_are_refused(linear_policy, window):
     noise = torch.zeros(4, max(window[1] - window[0] + 1, 1), 3)
-    with pytest.raises(ValueError):  # the last step; nothing; before the start
+    with pytest.raises(ValueError, match="^window .* does not fit 6 steps and noise"):
         rollout(linear_policy, noise, COND, SIGMAS, window, noise_level=0.5)
 
 

@@ -42,8 +42,9 @@ def test_shifted_sigmas_closed_form():
     )
     expected = torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0], dtype=torch.float64)  # 3 s / (1 + 2 s)
     assert_close(shifted_sigmas(4, 3.0), expected, rtol=1e-15, atol=0)
+    assert shifted_sigmas(1).tolist() == [1.0, 0.0]
     for bad in [(0, 1.0), (4, 0.0), (4, -1.0)]:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="^a sigma grid needs num_steps >= 1 and shift > 0"):
             shifted_sigmas(*bad)
 
 
@@ -192,6 +193,8 @@ def test_sixteen_bit_latents_are_computed_in_float32():
     assert_close(
         mean, transition(x.float(), v, 0.6, 0.35, noise_level=0.7, sigma_clip=0.9)[0], rtol=0, atol=0
     )
+    assert transition(x, v.bfloat16(), 0.6, 0.35, noise_level=0.7, sigma_clip=0.9)[0].dtype == torch.float32
+    assert ode_step(x, v.bfloat16(), 0.6, 0.35).dtype == torch.float32
     log_prob = gaussian_log_prob(x_next, mean, std)
     assert log_prob.dtype == torch.float32
     assert_close(log_prob, gaussian_log_prob(x_next.float(), mean, std), rtol=0, atol=0)
@@ -211,15 +214,29 @@ def test_moments_stay_finite_and_positive(sigma, share, level, kind):
 
 def test_bad_steps_are_refused():
     x, v, *_ = example()
-    for sigma, sigma_next, level, clip, kind in [
-        (0.5, 0.5, 0.7, 0.9, "flow"), (0.3, 0.5, 0.7, 0.9, "flow"), (1.1, 0.5, 0.7, 0.9, "flow"), (0.5, -0.1,
-        0.7, 0.9, "flow"), (0.5, 0.3, -0.1, 0.9, "flow"), (0.5, 0.3, 1.5, 0.9, "cps"), (1.0, 0.9, 0.7, 1.0,
-        "flow"), (0.5, 0.3, 0.7, 0.9, "sde"),
-    ]:  # fmt: skip
-        with pytest.raises(ValueError):
+    for sigma, sigma_next, level, clip, kind, message in [
+        (0.5, 0.5, 0.7, 0.9, "flow", "^sigma_next must be below sigma"),
+        (0.3, 0.5, 0.7, 0.9, "flow", "^sigma_next must be below sigma"),
+        (1.1, 0.5, 0.7, 0.9, "flow", "^sigma_next must be below sigma"),
+        (0.5, -0.1, 0.7, 0.9, "flow", "^sigma_next must be below sigma"),
+        (0.5, 0.3, -0.1, 0.9, "flow", "^noise_level must be >= 0"),
+        (0.5, 0.3, 1.5, 0.9, "cps", "^noise_level must be >= 0, and <= 1 for cps, not 1.5 for cps"),
+        (1.0, 0.9, 0.7, 1.0, "flow", "^flow at sigma = 1 needs sigma_clip < 1, the grid's second sigma$"),
+        (0.5, 0.3, 0.7, 0.9, "sde", "^unknown sampler 'sde'; known: flow, dance, cps$"),
+    ]:
+        with pytest.raises(ValueError, match=message):
             transition(x, v, sigma, sigma_next, noise_level=level, sigma_clip=clip, kind=kind)
     for std in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="^a log-probability needs step_std > 0"):
             gaussian_log_prob(x, x, std)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="^a KL needs step_std > 0"):
             gaussian_kl(x, x, std)
+
+
+def test_extreme_noise_levels_are_taken():
+    x, v, *_ = example()
+    for level, kind in [(1.0, "cps"), (3.0, "flow"), (3.0, "dance")]:
+        mean, std = transition(x, v, 0.6, 0.35, noise_level=level, sigma_clip=0.9, kind=kind)
+        expected_mean, expected_std = textbook_moments(x, v, 0.6, 0.35, level, 0.9, kind)
+        assert_close(mean, expected_mean, rtol=1e-10, atol=1e-8)
+        assert float(std) == pytest.approx(expected_std, rel=1e-12)
