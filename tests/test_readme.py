@@ -40,7 +40,9 @@ def test_all_kinds_of_commands_are_there():
 
 
 def test_python_examples_print_what_their_comments_say(capsys, tmp_path):
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", README, re.DOTALL)):
+    examples = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "print(" in code]
+    assert examples
+    for i, code in enumerate(examples):
         path = tmp_path / f"example{i}.py"
         path.write_text(code)
         runpy.run_path(str(path))
