@@ -128,6 +128,10 @@ def test_surrogate_on_policy_has_the_policy_gradient():
     assert metrics == {"ratio_mean": 1.0, "ratio_deviation": 0.0, "clip_fraction": 0.0}
 
 
+def test_a_ratio_on_the_edge_of_the_clip_range_is_not_clipped():
+    assert clipped_surrogate(LOG_OLD, LOG_OLD, ADVANTAGES, 0.0)[1]["clip_fraction"] == 0.0
+
+
 def test_surrogate_refuses_shapes_that_would_broadcast():
     for shapes in [((4,), (4, 1), (4,)), ((4, 2), (4, 2), (4,)), ((4,), (1,), (4,))]:
         with pytest.raises(ValueError, match="^shapes must be equal"):

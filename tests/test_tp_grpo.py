@@ -140,10 +140,12 @@ def test_equal_rewards_have_no_turning_point_and_no_reward():
 def test_tolerance_ignores_jitter():
     R = torch.tensor([0.5, 0.5 + 1e-6, 0.5 - 1e-6, 0.5 + 2e-6])
     assert turning_points(R).any() and not turning_points(R, tolerance=1e-5).any()
+    turn = torch.tensor([0.0, 0.5, 0.25, 0.75, 1.0])
+    assert step_rewards(turn, tolerance=0.3).tolist() == [1.0, -0.25, 0.5, 0.25]  # 0.25 ends no trend
 
 
 def test_unknown_rule_is_refused():
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="""^rule must be "consistent" or "trend", not 'paper'$"""):
         turning_points(torch.zeros(3), "paper")
 
 

@@ -19,9 +19,10 @@ import importlib.util
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -80,13 +81,13 @@ class Checkout:
         except SyntaxError as error:
             raise self.incomplete(f"{path} is not Python: {error}") from None
 
-    def statements(self, path: str, found: Callable[[ast.stmt], bool], what: str) -> CodeType:
-        """The statements of a file for which `found` is true, compiled in their order. Raises NoCheckout."""
+    def statements(self, path: str, found: Callable[[ast.stmt], bool], what: str) -> str:
+        """The statements of a file for which `found` is true, in order, as source. Raises NoCheckout."""
         nodes = [node for node in ast.walk(self.tree(path)) if isinstance(node, ast.stmt) and found(node)]
         if not nodes:
             raise self.incomplete(f"{path} has no statement that {what}")
         nodes.sort(key=lambda node: node.lineno)
-        return compile(ast.Module(body=nodes, type_ignores=[]), path, "exec")
+        return "\n".join(ast.unparse(node) for node in nodes)
 
 
 def assigns(name: str, mentions: str = "") -> Callable[[ast.stmt], bool]:
@@ -100,11 +101,16 @@ def assigns(name: str, mentions: str = "") -> Callable[[ast.stmt], bool]:
     return found
 
 
-def execute(code: CodeType, **names) -> dict:
-    """Run statements of a checkout with the given names. Returns all names afterwards."""
-    namespace = {"torch": torch, **names}
-    exec(code, namespace)
-    return namespace
+def execute(statements: str, **names) -> dict:
+    """Run statements of a checkout as a module that has the given names. Returns all its names afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "statements_of_checkout.py"
+        path.write_text(statements, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        vars(module).update({"torch": torch, **names})
+        spec.loader.exec_module(module)
+    return vars(module)
 
 
 @contextlib.contextmanager
@@ -179,7 +185,7 @@ class PublishedStep:
     kind:      of the step where none is given, and for log-prob and KL where a step_std is a plain number.
     """
 
-    def __init__(self, function: Callable, kl: CodeType, dims: int, arguments: Callable, kind: str):
+    def __init__(self, function: Callable, kl: str, dims: int, arguments: Callable, kind: str):
         self.function, self.kl, self.dims = function, kl, dims
         self.arguments, self.kind = arguments, kind
 
