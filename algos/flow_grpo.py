@@ -207,10 +207,7 @@ def train(args: Args) -> list[dict]:
     policy.module, optimizer = accelerator.prepare(policy.module, optimizer)
     evaluation = Evaluation(policy, prompts, args.eval_samples, args.eval_steps, args.micro_batch_size)
     start = run.restore(policy.module, optimizer, ema)
-    if start in (
-        0,
-        args.num_iterations,
-    ):  # before training, or of a run that stopped before its end was written
+    if start in (0, args.num_iterations):  # new, or all trained but its end not written
         with ema.applied():
             evaluated = evaluation.run(policy, rewards, args.reward_batch_size)
     if start == 0:

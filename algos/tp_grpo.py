@@ -273,9 +273,9 @@ def step_loss(
 
 def train(args: Args) -> list[dict]:
     """Train and leave a run folder behind. Returns the metrics of every iteration, as in metrics.jsonl."""
-    tolerance, rows = args.reward_tolerance, args.completion_batch_size
+    tolerance, limit = args.reward_tolerance, args.completion_batch_size
     own = {"reward_tolerance": (0 <= tolerance < float("inf"), "0 or more")}
-    check_args(args, **own, completion_batch_size=(rows is None or rows >= 1, "at least 1"))
+    check_args(args, **own, completion_batch_size=(limit is None or limit >= 1, "at least 1"))
     prompts = load_prompts(args.prompts)
     sample_groups(len(prompts), args.num_prompts, args.seed, 0)  # refuses a set that is too small
     accelerator = Accelerator()
@@ -294,10 +294,7 @@ def train(args: Args) -> list[dict]:
     policy.module, optimizer = accelerator.prepare(policy.module, optimizer)
     evaluation = Evaluation(policy, prompts, args.eval_samples, args.eval_steps, args.micro_batch_size)
     start = run.restore(policy.module, optimizer, ema)
-    if start in (
-        0,
-        args.num_iterations,
-    ):  # before training, or of a run that stopped before its end was written
+    if start in (0, args.num_iterations):  # new, or all trained but its end not written
         with ema.applied():
             evaluated = evaluation.run(policy, rewards, args.reward_batch_size)
     if start == 0:
@@ -368,7 +365,7 @@ def train(args: Args) -> list[dict]:
                     "reward_mean": R[..., -1].mean().item(),
                     "reward_std": R[..., -1].std(correction=0).item(),
                     "eval_reward": eval_reward,
-                    **reward_means(accelerator, {k: r[n :: n + 1] for k, r in scores.parts.items()}),
+                    **reward_means(accelerator, {name: r[n :: n + 1] for name, r in scores.parts.items()}),
                     "turning_points": awarded.float().mean().item(),
                     **average(accelerator, step_metrics),
                     "grad_norm": grad_norm,
@@ -380,9 +377,9 @@ def train(args: Args) -> list[dict]:
                 seconds,
             )
             if iteration == 1 and accelerator.is_main_process:
-                own = [values[share].flatten(0, 1) for values in (R, points, awarded)]  # of this process
-                own += [images.unflatten(0, (size, n + 1)), texts, sigmas[window[0] : window[1] + 1]]
-                save_turning_points(run.folder / "turning_points.png", *own)
+                drawn = [values[share].flatten(0, 1) for values in (R, points, awarded)]  # of this process
+                drawn += [images.unflatten(0, (size, n + 1)), texts, sigmas[window[0] : window[1] + 1]]
+                save_turning_points(run.folder / "turning_points.png", *drawn)
             stopping = stop.requested()
             if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or stopping:
                 run.save(iteration, policy.module, optimizer, ema)
