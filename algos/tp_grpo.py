@@ -38,7 +38,6 @@ Left out: what algos/flow_grpo.py leaves out; propagation of turning points (off
 """
 
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,84 +46,31 @@ from typing import ClassVar, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bundle: drop
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from torch.optim import AdamW
 
-from shared.command import check_args, run_command
+from shared.args import FlowArgs, check_args
+from shared.command import run_command
 from shared.grpo import clipped_surrogate, group_advantages
 from shared.pictures import save_turning_points
-from shared.policies import make_policy
-from shared.prompts import load_prompts, sample_groups
-from shared.rewards import make_rewards, score
-from shared.rollout import Rollout, rollout, sample_noise
-from shared.run import Run, StopSignal
-from shared.sde import gaussian_kl, gaussian_log_prob, transition
-from shared.training import (
-    EMA,
-    Evaluation,
-    apply_update,
-    average,
-    gather,
-    micro_batches,
-    own_groups,
-    reward_means,
-    timed,
-)
+from shared.prompts import sample_groups
+from shared.rewards import score
+from shared.rollout import Rollout, rollout, sample_noise, step_moments
+from shared.run import Run
+from shared.sde import gaussian_kl, gaussian_log_prob
+from shared.training import Evaluation, apply_update, average, gather, micro_batches, prepare, set_up, timed
 
 
 @dataclass
-class Args:
+class Args(FlowArgs):
     """TurningPoint-GRPO: a reward for every step, from ODE completions (arXiv 2602.06422)."""
 
     algorithm: ClassVar[str] = "tp_grpo"
 
-    # run
-    output_dir: str | None = None
-    """Folder of the run (upstream: save_dir). Default: runs/<algorithm>-<model>-<reward>-<seed>-<time>."""
-    resume: str | None = None
-    """Folder of a run to continue exactly; it needs no other option."""
-    seed: int = 0
-    """Seed of the prompts' order and of all training noise (upstream: seed)."""
-    num_iterations: int = 60
-    """Training iterations, one optimiser update each (upstream: num_epochs)."""
-    eval_every: int = 2
-    """Evaluate every so many iterations, and before the first and after the last (upstream: eval_freq)."""
-    eval_samples: int = 400
-    """Images of an evaluation: the prompts in turn, with noise that is the same in all runs."""
-    eval_steps: int = 20
-    """ODE steps of an evaluation (upstream: sample.eval_num_steps)."""
-    checkpoint_every: int = 10
-    """Save the state every so many iterations, and at the end and on Ctrl-C (upstream: save_freq)."""
-
-    # model
-    model: str = "digits"
-    """The generator: digits (upstream: pretrained.model)."""
-
-    # sampling
-    sampler: Literal["flow", "dance", "cps"] = "flow"
-    """Stochastic step: flow (the paper), dance (DanceGRPO), cps (Flow-CPS) (upstream: sample.sde_type)."""
-    num_steps: int = 10
-    """T: steps of a training trajectory (upstream: sample.num_steps)."""
-    noise_level: float = 0.7
-    """a: strength of the noise (upstream: sample.noise_level)."""
-    sde_window: tuple[int, int] | None = None
-    """START STOP: steps START .. STOP-1 are stochastic and trained. Default: all but the last
-    (upstream: sample.sde_window_range)."""
-    storage_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Trajectories are rounded to and kept in this dtype (upstream: mixed_precision)."""
-
-    # prompts and reward
-    prompts: str = "digits"
-    """A built-in set (digits) or a file: text, one prompt a line, or .jsonl (upstream: dataset)."""
+    # groups
     num_prompts: int = 8
     """P: prompts, one group each, per iteration over all processes (upstream: num_batches_per_epoch etc.)."""
     group_size: int = 16
     """G: images per prompt (upstream: sample.num_image_per_prompt)."""
-    reward: str = "label"
-    """label, ink, jpeg, or a weighted sum as "label:1,jpeg:0.5" (upstream: reward_fn)."""
-    reward_batch_size: int | None = None
-    """Images in one call of the reward. Default: all of an iteration."""
 
     # algorithm
     rule: Literal["consistent", "trend"] = "consistent"
@@ -144,23 +90,11 @@ class Args:
     clip_range: float = 0.2
     """epsilon: the ratio is clipped to 1 - epsilon .. 1 + epsilon (upstream: train.clip_range). With one
     update per rollout the ratio is 1 and the clip has no effect."""
+    updates_per_rollout: int = 1
+    """Optimiser updates on the trajectories of an iteration, each with all of them
+    (upstream: train.num_inner_epochs)."""
     beta: float = 0.0
     """beta: weight of the KL to the model before RL (upstream: train.beta)."""
-
-    # optimisation
-    learning_rate: float = 4e-4
-    """AdamW's learning rate (upstream: train.learning_rate)."""
-    weight_decay: float = 1e-4
-    """AdamW's weight decay (upstream: train.adam_weight_decay)."""
-    adam_eps: float = 1e-15
-    """AdamW's epsilon, below the gradients of per_dim, about 1e-8 (upstream: train.adam_epsilon = 1e-8)."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm (upstream: train.max_grad_norm)."""
-    ema_decay: float = 0.0
-    """Decay of the averaged weights that are evaluated and exported; 0: no average (upstream: train.ema)."""
-    micro_batch_size: int | None = None
-    """Trajectories in one network call. Default: all of an iteration. It changes the result by rounding only
-    (upstream: train.batch_size)."""
 
 
 def incremental_rewards(R: Tensor) -> Tensor:
@@ -252,10 +186,9 @@ def step_loss(
     Returns the loss () with its gradient, and metrics as floats; kl is None where beta = 0: not computed.
     """
     x, x_next = trajectory.latents[:, j], trajectory.latents[:, j + 1]  # (B, *E)
-    step = {"noise_level": args.noise_level, "sigma_clip": sigmas[1], "kind": args.sampler}
+    step = {"noise_level": args.noise_level, "kind": args.sampler}
     entries = x[0].numel() if args.ratio == "per_dim" else 1
-    v = policy.velocity(x, sigmas[k], cond)
-    mean, step_std = transition(x, v, sigmas[k], sigmas[k + 1], **step)
+    mean, step_std = step_moments(policy, x, k, cond, sigmas, **step)
     log_prob_new = gaussian_log_prob(x_next, mean, step_std)  # (B,)
     log_prob_old = trajectory.log_prob[:, j]
     per_entry = (log_prob_new / entries, log_prob_old / entries)
@@ -263,8 +196,7 @@ def step_loss(
     metrics["kl"] = None
     if args.beta > 0:
         with torch.no_grad(), policy.reference():
-            v_ref = policy.velocity(x, sigmas[k], cond)
-        mean_ref, _ = transition(x, v_ref, sigmas[k], sigmas[k + 1], **step)
+            mean_ref, _ = step_moments(policy, x, k, cond, sigmas, **step)
         kl = (gaussian_kl(mean, mean_ref, step_std) / entries).mean()
         loss = loss + args.beta * kl
         metrics["kl"] = kl.item()
@@ -276,69 +208,54 @@ def train(args: Args) -> list[dict]:
     tolerance, limit = args.reward_tolerance, args.completion_batch_size
     own = {"reward_tolerance": (0 <= tolerance < float("inf"), "0 or more")}
     check_args(args, **own, completion_batch_size=(limit is None or limit >= 1, "at least 1"))
-    prompts = load_prompts(args.prompts)
-    sample_groups(len(prompts), args.num_prompts, args.seed, 0)  # refuses a set that is too small
-    accelerator = Accelerator()
-    share = own_groups(accelerator, args.num_prompts)
-    policy = make_policy(args.model, accelerator.device)
-    rewards = make_rewards(args.reward, accelerator.device)
-    policy.encode(prompts)  # refuses prompts that the model cannot take
+    accelerator, prompts, share, policy, rewards = set_up(args)
     window = args.sde_window or (0, args.num_steps - 1)
     run = Run(replace(args, sde_window=window), accelerator)
 
     sigmas, trained_steps = policy.sigmas(args.num_steps), range(*window)
     n = len(trained_steps)
-    parameters = [p for p in policy.module.parameters() if p.requires_grad]
-    optimizer = AdamW(parameters, args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
-    ema = EMA(policy.module, args.ema_decay)
-    policy.module, optimizer = accelerator.prepare(policy.module, optimizer)
+    optimizer, ema = prepare(accelerator, policy, args)
     evaluation = Evaluation(policy, prompts, args.eval_samples, args.eval_steps, args.micro_batch_size)
-    start = run.restore(policy.module, optimizer, ema)
-    if start in (0, args.num_iterations):  # new, or all trained but its end not written
-        with ema.applied():
-            evaluated = evaluation.run(policy, rewards, args.reward_batch_size)
-    if start == 0:
-        run.begin(evaluated)
-        run.save(0, policy.module, optimizer, ema)
+    run.start(policy, rewards, optimizer, ema, evaluation)
 
     size = len(share) * args.group_size  # trajectories of this process in an iteration
     first = share[0] * args.group_size  # place of the first of them among those of all processes
     chunks = micro_batches(size, args.micro_batch_size)
-    with StopSignal(accelerator) as stop, run.progress(start) as bar:
-        for iteration in bar:
-            seconds: dict[str, float] = {}
-            began = time.perf_counter()
-            groups = sample_groups(len(prompts), args.num_prompts, args.seed, iteration - 1)
-            texts = [prompts[groups[p]] for p in share for _ in range(args.group_size)]  # (size,)
+    for iteration in run.iterations():
+        seconds: dict[str, float] = {}
+        groups = sample_groups(len(prompts), args.num_prompts, args.seed, iteration - 1)
+        texts = [prompts[groups[p]] for p in share for _ in range(args.group_size)]  # (size,)
 
-            with timed(seconds, "rollout"):
-                trajectories, images = [], []
-                for rows in chunks:
-                    cond = policy.encode(texts[rows])
-                    samples = range(first, first + size)[rows]
-                    noise = sample_noise(policy, args.seed, iteration, samples, 1 + n)
-                    trajectory = rollout(
-                        policy, noise, cond, sigmas, window, noise_level=args.noise_level, kind=args.sampler,
-                        storage_dtype=getattr(torch, args.storage_dtype), with_completions=True,
-                        completion_batch_size=args.completion_batch_size,
-                    )  # fmt: skip
-                    trajectories.append((rows, cond, trajectory))
-                    images.append(policy.decode(trajectory.completions.flatten(0, 1)).cpu())
-                images = torch.cat(images)  # (size (n+1), 3, H, W), trajectory by trajectory
+        with timed(seconds, "rollout"):
+            trajectories, images = [], []
+            for rows in chunks:
+                cond = policy.encode(texts[rows])
+                samples = range(first, first + size)[rows]
+                noise = sample_noise(policy, args.seed, iteration, samples, 1 + n)
+                trajectory = rollout(
+                    policy, noise, cond, sigmas, window, noise_level=args.noise_level, kind=args.sampler,
+                    storage_dtype=getattr(torch, args.storage_dtype), with_completions=True,
+                    completion_batch_size=args.completion_batch_size,
+                )  # fmt: skip
+                trajectories.append((rows, cond, trajectory))
+                images.append(policy.decode(trajectory.completions.flatten(0, 1)).cpu())
+            images = torch.cat(images)  # (size (n+1), 3, H, W), trajectory by trajectory
 
-            with timed(seconds, "reward"):
-                repeated = [text for text in texts for _ in range(n + 1)]
-                scores = score(rewards, images, repeated, args.reward_batch_size)
-                R = gather(accelerator, scores.total).view(-1, args.group_size, n + 1)  # (P, G, n+1)
+        with timed(seconds, "reward"):
+            repeated = [text for text in texts for _ in range(n + 1)]
+            scores = score(rewards, images, repeated, args.reward_batch_size)
+            R = gather(accelerator, scores.total).view(-1, args.group_size, n + 1)  # (P, G, n+1)
 
-            per_step = step_rewards(R, args.rule, args.balanced, args.reward_tolerance)  # (P, G, n)
-            advantages = group_advantages(per_step, args.advantage_std)  # (P, G, n)
-            advantages = advantages[share].flatten(0, 1).to(accelerator.device)  # (size, n), of this process
-            points = turning_points(R, args.rule, args.reward_tolerance)  # (P, G, n)
-            awarded = balance(points, R[..., -1:] - R[..., :-1]) if args.balanced else points
+        per_step = step_rewards(R, args.rule, args.balanced, args.reward_tolerance)  # (P, G, n)
+        advantages = group_advantages(per_step, args.advantage_std)  # (P, G, n)
+        trained = int((advantages != 0).sum()) * args.updates_per_rollout  # steps with a signal
+        advantages = advantages[share].flatten(0, 1).to(accelerator.device)  # (size, n), of this process
+        points = turning_points(R, args.rule, args.reward_tolerance)  # (P, G, n)
+        awarded = balance(points, R[..., -1:] - R[..., :-1]) if args.balanced else points
 
-            with timed(seconds, "update"):
-                step_metrics = []
+        with timed(seconds, "update"):
+            step_metrics, grad_norms = [], []
+            for update in range(args.updates_per_rollout):
                 for rows, cond, trajectory in trajectories:
                     for j, k in enumerate(trained_steps):
                         A = advantages[rows, j]  # (B,)
@@ -349,44 +266,26 @@ def train(args: Args) -> list[dict]:
                         with nullcontext() if last else accelerator.no_sync(policy.module):
                             loss, metrics = step_loss(policy, trajectory, j, k, cond, sigmas, A, args)
                             accelerator.backward(weight * loss)
+                        if update > 0:
+                            del metrics["ratio_deviation"]  # of interest where the ratio must be 1
                         step_metrics.append((weight, metrics))
-                grad_norm = apply_update(accelerator, policy.module, optimizer, args.max_grad_norm)
+                grad_norms.append(apply_update(accelerator, policy.module, optimizer, args.max_grad_norm))
                 ema.update()
 
-            eval_reward = None
-            if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-                with timed(seconds, "evaluate"), ema.applied():
-                    evaluated = evaluation.run(policy, rewards, args.reward_batch_size)
-                eval_reward = evaluated.rewards.mean().item()
+        metrics = {
+            "trained_steps": trained,
+            "turning_points": awarded.float().mean().item(),
+            **average(accelerator, step_metrics),
+            "grad_norm": sum(grad_norms) / len(grad_norms),
+        }
+        final = scores._replace(parts={name: r[n :: n + 1] for name, r in scores.parts.items()})
+        run.log(R[..., -1], final, [t for _, _, t in trajectories], metrics, seconds)
+        if iteration == 1 and accelerator.is_main_process:
+            drawn = [values[share].flatten(0, 1) for values in (R, points, awarded)]  # of this process
+            drawn += [images.unflatten(0, (size, n + 1)), texts, sigmas[window[0] : window[1] + 1]]
+            save_turning_points(run.folder / "turning_points.png", *drawn)
 
-            run.log(
-                {
-                    "iteration": iteration,
-                    "reward_mean": R[..., -1].mean().item(),
-                    "reward_std": R[..., -1].std(correction=0).item(),
-                    "eval_reward": eval_reward,
-                    **reward_means(accelerator, {name: r[n :: n + 1] for name, r in scores.parts.items()}),
-                    "turning_points": awarded.float().mean().item(),
-                    **average(accelerator, step_metrics),
-                    "grad_norm": grad_norm,
-                    "seconds": time.perf_counter() - began,
-                    "nfe_rows": sum(t.nfe_rows for _, _, t in trajectories) * accelerator.num_processes,
-                    "nfe_calls": sum(t.nfe_calls for _, _, t in trajectories) * accelerator.num_processes,
-                    "reward_calls": scores.calls * accelerator.num_processes,
-                },
-                seconds,
-            )
-            if iteration == 1 and accelerator.is_main_process:
-                drawn = [values[share].flatten(0, 1) for values in (R, points, awarded)]  # of this process
-                drawn += [images.unflatten(0, (size, n + 1)), texts, sigmas[window[0] : window[1] + 1]]
-                save_turning_points(run.folder / "turning_points.png", *drawn)
-            stopping = stop.requested()
-            if iteration % args.checkpoint_every == 0 or iteration == args.num_iterations or stopping:
-                run.save(iteration, policy.module, optimizer, ema)
-            if stopping and iteration < args.num_iterations:
-                raise KeyboardInterrupt(f"stopped and saved; continue with --resume {run.folder}")
-
-    run.finish(policy, ema, evaluated)
+    run.finish()
     return run.history
 
 

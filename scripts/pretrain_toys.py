@@ -4,10 +4,10 @@
     python scripts/pretrain_toys.py --output-dir FOLDER   # writes elsewhere
     python scripts/pretrain_toys.py --check               # prints the quality of what ships
 
-digits.safetensors: the rectified flow of shared/policies/digits.py, trained with half of the labels replaced
-by random ones.
-digits_judge.safetensors: the classifier that the rewards `label` and `ink` ask, trained on 80 % of the real
-digits.
+digits.safetensors, digits_faithful.safetensors: the rectified flow of shared/policies/digits.py, trained
+with half, or a fifth, of the labels replaced by random ones.
+digits_judge.safetensors: the classifier that the rewards `label`, `ink` and `next` ask, trained on 80 % of
+the real digits.
 """
 
 import sys
@@ -23,20 +23,21 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy, mse_loss
 from tqdm import tqdm
 
-from shared.policies.digits import ASSETS, DigitsNetwork, DigitsPolicy
+from shared.policies import make_policy
+from shared.policies.digits import ASSETS, DigitsNetwork
 from shared.prompts import load_prompts
 from shared.rewards import make_rewards, score
 from shared.rewards.toy import DigitsJudge
 from shared.rollout import ode_sample, rollout, sample_noise
 
-RANDOM_LABELS = 0.5  # share of the flow's training labels that are replaced by a uniform one
+RANDOM_LABELS = {"digits": 0.5, "digits-faithful": 0.2}  # share of training labels replaced by a uniform one
 TRAIN_SHARE = 0.8  # of the real digits, for the judge
 
 
 @dataclass
 class Args:
     output_dir: Path = ASSETS
-    """Folder for the two weight files."""
+    """Folder for the weight files."""
     flow_steps: int = 8000
     """Training steps of the flow, batches of 256."""
     judge_steps: int = 3000
@@ -52,7 +53,7 @@ def real_digits() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(data.images / 16, dtype=torch.float32)[order], torch.tensor(data.target)[order]
 
 
-def train_flow(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> DigitsNetwork:
+def train_flow(pixels: torch.Tensor, labels: torch.Tensor, random_labels: float, steps: int) -> DigitsNetwork:
     """Flow matching on all digits: v(x_sigma) regresses eps - x0. Returns the average of the weights over
     training (EMA)."""
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def train_flow(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> Digits
     latents = (2 * pixels - 1)[:, None]
     for _ in tqdm(range(steps), desc="flow", unit="step"):
         rows = torch.randint(len(latents), (256,))
-        random = torch.rand(256) < RANDOM_LABELS
+        random = torch.rand(256) < random_labels
         label = torch.where(random, torch.randint(10, (256,)), labels[rows])
         sigma = torch.randn(256).sigmoid()  # logit-normal, as SD3
         x0, eps = latents[rows], torch.randn(256, *latents.shape[1:])
@@ -106,19 +107,25 @@ def report_quality() -> None:
     accuracy = (judge(pixels[test]).argmax(1) == labels[test]).float().mean()
     print(f"judge: accuracy {accuracy:.3f} on {len(labels[test])} held-out real digits")
 
-    policy, rewards = DigitsPolicy(), make_rewards("label,ink,jpeg")
-    prompts = [p for p in load_prompts("digits") for _ in range(100)]
-    cond, sigmas = policy.encode(prompts), policy.sigmas(10)
-    noise = sample_noise(policy, 0, 0, range(len(prompts)), 10)
-    flow = rollout(policy, noise, cond, sigmas, (0, 9), noise_level=0.7)
-    for name, latents in [("ODE, 10 steps", ode_sample(policy, noise[:, 0], cond, sigmas)),
-                          ("ODE, 40 steps", ode_sample(policy, noise[:, 0], cond, policy.sigmas(40))),
-                          ("SDE, 10 steps, noise level 0.7", flow.final)]:  # fmt: skip
-        images = policy.decode(latents)
-        parts = score(rewards, images, prompts).parts
-        confidence = judge(images.mean(1)).softmax(1).amax(1).mean()
-        means = ", ".join(f"{part} {value.mean():.3f}" for part, value in parts.items())
-        print(f"flow, {name}: {means}; judge's confidence in the digit it sees {confidence:.3f}")
+    rewards, prompts = (
+        make_rewards("label,ink,next,jpeg"),
+        [p for p in load_prompts("digits") for _ in range(400)],
+    )
+    for model in RANDOM_LABELS:
+        policy = make_policy(model)
+        cond, sigmas = policy.encode(prompts), policy.sigmas(10)
+        noise = sample_noise(policy, 0, 0, range(len(prompts)), 10)
+        flow = rollout(policy, noise, cond, sigmas, (0, 9), noise_level=0.7)
+        for name, latents in [
+            ("ODE, 10 steps", ode_sample(policy, noise[:, 0], cond, sigmas)),
+            ("ODE, 40 steps", ode_sample(policy, noise[:, 0], cond, policy.sigmas(40))),
+            ("SDE, 10 steps, noise level 0.7", flow.final),
+        ]:
+            images = policy.decode(latents)
+            parts = score(rewards, images, prompts).parts
+            confidence = judge(images.mean(1)).softmax(1).amax(1).mean()
+            means = ", ".join(f"{part} {value.mean():.3f}" for part, value in parts.items())
+            print(f"{model}, {name}: {means}; judge's confidence in the digit it sees {confidence:.3f}")
 
 
 def main(args: Args) -> None:
@@ -126,9 +133,9 @@ def main(args: Args) -> None:
         torch.set_num_threads(1)  # the networks are too small for more
         pixels, labels = real_digits()
         args.output_dir.mkdir(parents=True, exist_ok=True)
-        save_file(
-            train_flow(pixels, labels, args.flow_steps).state_dict(), args.output_dir / "digits.safetensors"
-        )
+        for model, random_labels in RANDOM_LABELS.items():
+            network = train_flow(pixels, labels, random_labels, args.flow_steps)
+            save_file(network.state_dict(), args.output_dir / f"{model.replace('-', '_')}.safetensors")
         save_file(
             train_judge(pixels, labels, args.judge_steps).state_dict(),
             args.output_dir / "digits_judge.safetensors",

@@ -36,6 +36,20 @@ def group_advantages(rewards: Tensor, std: str = "group", eps: float = 1e-4, cla
     return advantages.masked_fill(all_equal, 0.0).clamp(-clamp, clamp).to(rewards.dtype)
 
 
+def weight_metrics(weights: Tensor, used: Tensor) -> dict[str, float | None]:
+    """How uneven importance weights are. All are None if there are none.
+
+    weights, used: (R,), as they are and as capped. Returns weight_mean, weight_max and weight_ess of the used
+    ones, the last being (sum w)^2 / (R sum w^2), the effective share of the samples, and log_weight_mean of
+    the others.
+    """
+    names = ("weight_mean", "weight_max", "weight_ess", "log_weight_mean")
+    if len(weights) == 0:
+        return dict.fromkeys(names)
+    values = (used.mean(), used.max(), used.mean() ** 2 / (used**2).mean(), weights.log().mean())
+    return {name: value.item() for name, value in zip(names, values, strict=True)}
+
+
 def clipped_surrogate(
     log_prob_new: Tensor,
     log_prob_old: Tensor,

@@ -49,7 +49,7 @@ def save_reward_curve(path: Path, history: list[dict], eval_before: float) -> No
         markersize=3,
         label="evaluation (ODE, fixed noise)",
     )
-    axes.set(xlabel="iteration (one optimiser update each)", ylabel="reward")
+    axes.set(xlabel="iteration", ylabel="reward")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path)
@@ -99,6 +99,53 @@ def save_turning_points(
         "with R[n] - R[j-1], the number above. Hollow: dropped by balancing; R[j] - R[j-1], as other steps.",
         fontsize=10,
     )
+    figure.savefig(path)
+
+
+def save_replay(
+    path: Path, history: list[dict], measured: Tensor, expected: Tensor, sigmas: Tensor, prefix: int
+) -> None:
+    """Three panels: the weights of replayed trajectories and the ages of stored ones over training; and what
+    one iteration of updates makes of the log-weight of each step.
+
+    measured, expected: its variance (n,), over trajectories and in closed form; sigmas (n,): where each of
+    these steps begins; prefix: the number of steps that are replayed.
+    """
+    figure = _figure(7, 9.5)
+    grid = figure.add_gridspec(3, 1, **_margins(figure, 0.3, 0.6, 0.9, 0.3) | {"hspace": 0.35})
+    axes = figure.add_subplot(grid[0])
+    with_replay = [m for m in history if m["replays"]]
+    iterations = [m["iteration"] for m in with_replay]
+    lines = [("weight_mean", BLUE, "-", "mean"), ("weight_max", ORANGE, "--", "largest"),
+             ("weight_ess", GREY, ":", "effective sample size, per sample")]  # fmt: skip
+    for name, color, style, label in lines:
+        axes.plot(iterations, [m[name] for m in with_replay], color=color, linestyle=style, label=label)
+    if with_replay and max(m["weight_max"] for m in with_replay) > 10:
+        axes.set_yscale("log")
+    axes.set(xlabel="iteration", ylabel="weight of\nreplayed trajectories")
+    axes.legend(frameon=False, fontsize=8)
+    axes = figure.add_subplot(grid[1])
+    iterations = [m["iteration"] for m in history]
+    axes.plot(iterations, [m["buffer_age"] for m in history], color=BLUE, label="mean age")
+    sizes = [m["buffer_size"] for m in history]
+    axes.plot(iterations, sizes, color=GREY, linestyle="--", label="stored trajectories")
+    axes.set(xlabel="iteration", ylabel="age in iterations;\nnumber of trajectories")
+    axes.legend(frameon=False, fontsize=8)
+    axes = figure.add_subplot(grid[2])
+    axes.plot(sigmas, expected, color=GREY, label="closed form, E|Δmean|² / std²")
+    axes.plot(sigmas, measured, color=BLUE, linestyle="", marker="o", label="over trajectories")
+    if prefix < len(sigmas):
+        between = (sigmas[prefix - 1] + sigmas[prefix]) / 2
+        axes.axvline(between, color=ORANGE, linestyle="--", label="truncation")
+    if (measured > 0).all() and (expected > 0).all():
+        axes.set_yscale("log")
+    axes.invert_xaxis()
+    axes.set(
+        xlabel="σ where the step begins", ylabel="variance of log p_new - log p_old\nin the last iteration"
+    )
+    axes.legend(frameon=False, fontsize=8)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
     figure.savefig(path)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.sde import gaussian_log_prob, ode_step, transition
+from shared.sde import gaussian_kl, gaussian_log_prob, ode_step, transition
 
 
 class Rollout(NamedTuple):
@@ -51,6 +51,7 @@ def rollout(
     storage_dtype: torch.dtype | None = None,
     with_completions: bool = False,
     completion_batch_size: int | None = None,
+    replayed: tuple[Tensor, Tensor] | None = None,
 ) -> Rollout:
     """Sample B trajectories: stochastic steps within `window`, ODE steps before and after it.
 
@@ -66,6 +67,9 @@ def rollout(
             ODE step uses the velocity that its stochastic step needs anyway. The trajectory's own steps are
             calls of their own, on exactly these B rows, so that training on the same rows repeats them bit
             for bit and ratio == 1 before the first update.
+    replayed: rows (R,) and the states (R, p+1, *E), 0 <= p <= n, that these rows go through before and after
+            each of their first p stochastic steps, in place of sampling them (OP-GRPO, arXiv 2604.04142).
+            log_prob is that of these steps under this policy. States are in the storage dtype.
     storage_dtype: each new state is rounded to it (None: the dtype of the noise) before its log-probability
             and before the next step, so that training, which reads the stored state, sees the same numbers.
 
@@ -77,7 +81,13 @@ def rollout(
     if not 0 <= start < stop <= num_steps - 1 or noise.shape[1] != stop - start + 1:
         raise ValueError(f"window {window} does not fit {num_steps} steps and noise {tuple(noise.shape)}")
     storage_dtype = storage_dtype or noise.dtype
-    x = noise[:, 0].to(storage_dtype)
+
+    def reach(x: Tensor, j: int) -> Tensor:  # the state before stochastic step j, in place of x
+        if replayed is not None and 0 <= j < replayed[1].shape[1]:
+            return x.index_copy(0, replayed[0], replayed[1][:, j])
+        return x
+
+    x = reach(noise[:, 0].to(storage_dtype), -start)
     latents, log_probs, rows, calls = [], [], 0, 0
     branches = []  # the completions under way, each (B, *E), all at the current sigma
     with torch.no_grad():
@@ -100,16 +110,71 @@ def rollout(
                 mean, step_std = transition(
                     x, v, sigma, sigma_next, noise_level=noise_level, sigma_clip=sigmas[1], kind=kind
                 )
-                x = (mean + step_std * noise[:, 1 + k - start]).to(storage_dtype)
+                x = reach((mean + step_std * noise[:, 1 + k - start]).to(storage_dtype), k + 1 - start)
                 log_probs.append(
                     gaussian_log_prob(x, mean, step_std) if noise_level else x.new_full((len(x),), torch.inf)
                 )
             else:
-                x = ode_step(x, v, sigma, sigma_next).to(storage_dtype)
+                x = reach(ode_step(x, v, sigma, sigma_next).to(storage_dtype), k + 1 - start)
             if k == stop - 1:
                 latents.append(x)
     completions = torch.stack([*branches, x], dim=1) if with_completions else None
     return Rollout(torch.stack(latents, dim=1), torch.stack(log_probs, dim=1), x, completions, rows, calls)
+
+
+def step_moments(
+    policy, x: Tensor, k: int, cond: dict[str, Tensor], sigmas: Tensor, *, noise_level: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Mean (B, *E) and standard deviation () of the policy's stochastic step k from x (B, *E), as in
+    `rollout`.
+
+    Gradient flows to the policy's weights through the velocity.
+    """
+    v = policy.velocity(x, sigmas[k], cond)
+    return transition(
+        x, v, sigmas[k], sigmas[k + 1], noise_level=noise_level, sigma_clip=sigmas[1], kind=kind
+    )
+
+
+def trajectory_moments(
+    policy,
+    latents: Tensor,
+    cond: dict[str, Tensor],
+    sigmas: Tensor,
+    window: tuple[int, int],
+    *,
+    noise_level: float,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """`step_moments` of all n steps of trajectories (B, n+1, *E), without gradient: means (B, n, *E), stds
+    (n,)."""
+    with torch.no_grad():
+        moments = [
+            step_moments(policy, latents[:, j], k, cond, sigmas, noise_level=noise_level, kind=kind)
+            for j, k in enumerate(range(*window))
+        ]
+    means, stds = zip(*moments, strict=True)
+    return torch.stack(means, dim=1), torch.stack(stds)
+
+
+def log_weight_variance(
+    latents: Tensor, off: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Variance of the log-weight log p_new - log p_off of each step of trajectories (B, n+1, *E).
+
+    off, new: their `trajectory_moments` under the two policies. rows: (B,) bool, those that `off` sampled.
+    Returns the variance over these (n,), and in closed form E |mean_new - mean_off|^2 / std^2 (n,). For the
+    flow sampler that is E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma): it grows as sigma falls.
+    """
+    measured, expected = [], []
+    for j, std in enumerate(off[1]):
+        x_next, mean_off, mean_new = (
+            states[:, i][rows] for states, i in ((latents, j + 1), (off[0], j), (new[0], j))
+        )
+        log_w = gaussian_log_prob(x_next, mean_new, std) - gaussian_log_prob(x_next, mean_off, std)
+        measured.append(log_w.var(correction=0))
+        expected.append(2 * gaussian_kl(mean_new, mean_off, std).mean())
+    return torch.stack(measured), torch.stack(expected)
 
 
 def ode_sample(policy, x: Tensor, cond: dict[str, Tensor], sigmas: Tensor) -> Tensor:

@@ -7,19 +7,22 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from shared.errors import InputError
 from shared.pictures import save_reward_curve, save_samples
-from shared.training import EMA, Evaluated, set_values
+from shared.rewards import Reward, Scores
+from shared.rollout import Rollout
+from shared.training import EMA, Evaluation, gather, set_values, timed
 
 CHECKPOINTS_KEPT = 2
 
@@ -35,7 +38,8 @@ class Run:
         """
         self.args, self.accelerator = args, accelerator
         self.history: list[dict] = []
-        self.eval_before = 0.0
+        self.iteration = 0  # the one under way; between two of them the last that is done
+        self.eval_before = 0.0  # evaluation reward before training
         self.writer, self.bar = None, None
         answer: list = [None]
         if accelerator.is_main_process:
@@ -85,56 +89,111 @@ class Run:
             raise InputError(f"--resume {folder}: it has no checkpoint; start anew with another --output-dir")
         return checkpoints[-1], int(checkpoints[-1].stem)
 
-    def restore(self, module: nn.Module, optimizer, ema: EMA) -> int:
-        """Load the newest checkpoint of a resumed run and cut metrics.jsonl back to it.
+    def start(
+        self, policy, rewards: list[Reward], optimizer, ema: EMA, evaluation: Evaluation, buffer=None
+    ) -> None:
+        """Load the newest checkpoint of a resumed run; of a new one, evaluate the model and write the first.
 
-        Returns the iterations that are done, 0 for a new run. Raises InputError if the checkpoint's keys are
-        not the trainable weights of the module.
+        Checkpoints keep policy, optimizer and ema, and the state_dict of the buffer if there is one.
+        Raises InputError if a checkpoint does not fit the model, or the run's files are damaged.
         """
-        if not self.args.resume:
-            return 0
-        path, iteration = self._newest_checkpoint(self.folder)
+        self.policy, self.optimizer, self.ema, self.buffer = policy, optimizer, ema, buffer
+        self.rewards, self.evaluation = rewards, evaluation
+        if self.args.resume:
+            self._restore()
+        if self.iteration in (0, self.args.num_iterations):  # new, or all trained but its end not written
+            self._evaluate()
+        if self.iteration == 0:
+            self.eval_before = self.evaluated.rewards.mean().item()
+            if self.accelerator.is_main_process:
+                save_samples(self.folder / "samples_before.png", *self.evaluated, "before training")
+            self._save()
+
+    def _restore(self) -> None:
+        """Load the newest checkpoint and cut metrics.jsonl back to it."""
+        path, self.iteration = self._newest_checkpoint(self.folder)
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever the unpickler makes of a damaged file
             again = "delete it to resume from the one before"
             raise InputError(f"{path} cannot be read ({type(error).__name__}): {again}") from None
-        weights = _trainable(self.accelerator.unwrap_model(module))
+        weights = self._trainable()
         if differing := sorted(state["module"].keys() ^ weights.keys()):
             raise InputError(f"{path} does not fit the model: only one of them has {', '.join(differing)}")
         set_values(weights.values(), [state["module"][name] for name in weights])
-        set_values(ema.average, state["ema"])
-        optimizer.load_state_dict(state["optimizer"])
+        set_values(self.ema.average, state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.buffer is not None:
+            self.buffer.load_state_dict(state["buffer"])
         self.eval_before = state["eval_before"]
         metrics = self.folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True)[:iteration] if metrics.exists() else []
-        if len(lines) < iteration:
-            raise InputError(f"{metrics} lacks iterations: it has {len(lines)}, the checkpoint {iteration}")
+        lines = metrics.read_text().splitlines(keepends=True)[: self.iteration] if metrics.exists() else []
+        if len(lines) < self.iteration:
+            raise InputError(
+                f"{metrics} lacks iterations: it has {len(lines)}, the checkpoint {self.iteration}"
+            )
         self.history = [json.loads(line) for line in lines]
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             write_beside(metrics, lambda file: file.write_text("".join(lines)))
-        return iteration
 
-    def begin(self, evaluated: Evaluated) -> None:
-        """Keep what the model does before training: samples_before.png and its evaluation reward."""
-        self.eval_before = evaluated.rewards.mean().item()
-        if self.accelerator.is_main_process:
-            save_samples(self.folder / "samples_before.png", *evaluated, "before training")
+    def iterations(self) -> Iterator[int]:
+        """The iterations to do, up to num_iterations, with a progress bar on the main process.
 
-    def progress(self, start: int) -> tqdm:
-        """The iterations to do, start + 1 .. num_iterations, with a progress bar on the main process."""
-        last = self.args.num_iterations
-        quiet = not self.accelerator.is_main_process
-        self.bar = tqdm(range(start + 1, last + 1), initial=start, total=last, unit="it", disable=quiet)
-        return self.bar
-
-    def log(self, metrics: dict, seconds: dict[str, float]) -> None:
-        """Append an iteration and its parts' seconds to history, metrics.jsonl, TensorBoard; show its reward.
-
-        A metric that is None is null in metrics.jsonl and left out of TensorBoard.
+        After each one a checkpoint is written if it is due. Ctrl-C and SIGTERM save after the iteration under
+        way and raise KeyboardInterrupt.
         """
-        metrics = metrics | {f"seconds_{name}": value for name, value in seconds.items()}
+        first, last = self.iteration + 1, self.args.num_iterations
+        quiet = not self.accelerator.is_main_process
+        bar = tqdm(range(first, last + 1), initial=self.iteration, total=last, unit="it", disable=quiet)
+        with StopSignal(self.accelerator) as stop, bar as self.bar:
+            for self.iteration in bar:
+                self.began = time.perf_counter()
+                yield self.iteration
+                stopping = stop.requested()
+                if self.iteration % self.args.checkpoint_every == 0 or self.iteration == last or stopping:
+                    self._save()
+                if stopping and self.iteration < last:
+                    raise KeyboardInterrupt(f"stopped and saved; continue with --resume {self.folder}")
+
+    def _evaluate(self) -> float:
+        with self.ema.applied():
+            self.evaluated = self.evaluation.run(self.policy, self.rewards, self.args.reward_batch_size)
+        return self.evaluated.rewards.mean().item()
+
+    def log(
+        self,
+        rewards: Tensor,
+        scores: Scores,
+        rollouts: list[Rollout],
+        metrics: dict,
+        seconds: dict[str, float],
+    ) -> None:
+        """Evaluate if it is due, and append the iteration to history, metrics.jsonl and TensorBoard.
+
+        rewards: (P, G) of all processes; scores, rollouts: of this one; metrics: the algorithm's own;
+        seconds: of the iteration's parts. A metric that is None is null in metrics.jsonl and left out of
+        TensorBoard.
+        """
+        eval_reward, processes = None, self.accelerator.num_processes
+        if self.iteration % self.args.eval_every == 0 or self.iteration == self.args.num_iterations:
+            with timed(seconds, "evaluate"):
+                eval_reward = self._evaluate()
+        parts = {name: gather(self.accelerator, values).mean() for name, values in scores.parts.items()}
+        metrics = {
+            "iteration": self.iteration,
+            "reward_mean": rewards.mean().item(),
+            "reward_std": rewards.std(correction=0).item(),
+            "eval_reward": eval_reward,
+            **{f"reward_{name}": mean.item() for name, mean in parts.items()},
+            "equal_groups": (rewards.amax(1) == rewards.amin(1)).float().mean().item(),
+            **metrics,
+            "seconds": time.perf_counter() - self.began,
+            "nfe_rows": sum(r.nfe_rows for r in rollouts) * processes,
+            "nfe_calls": sum(r.nfe_calls for r in rollouts) * processes,
+            "reward_calls": scores.calls * processes,
+            **{f"seconds_{name}": value for name, value in seconds.items()},
+        }
         self.history.append(metrics)
         evaluated = [m["eval_reward"] for m in self.history if m["eval_reward"] is not None]
         latest = ([self.eval_before] + evaluated)[-1]
@@ -151,37 +210,44 @@ class Run:
             if value is not None and name != "iteration":
                 self.writer.add_scalar(name, value, metrics["iteration"])
 
-    def save(self, iteration: int, module: nn.Module, optimizer, ema: EMA) -> None:
-        """Write the state after `iteration` updates, beside and renamed, and keep the newest
+    def _save(self) -> None:
+        """Write the state after `iteration` iterations, beside and renamed, and keep the newest
         CHECKPOINTS_KEPT."""
         if self.accelerator.is_main_process:
             state = {
                 "eval_before": self.eval_before,
-                "module": _trainable(self.accelerator.unwrap_model(module)),
-                "optimizer": optimizer.state_dict(),
-                "ema": ema.average,
+                "module": self._trainable(),
+                "optimizer": self.optimizer.state_dict(),
+                "ema": self.ema.average,
             }
+            if self.buffer is not None:
+                state["buffer"] = self.buffer.state_dict()
             folder = self.folder / "checkpoints"
-            write_beside(folder / f"{iteration:06d}.pt", lambda file: torch.save(state, file))
+            write_beside(folder / f"{self.iteration:06d}.pt", lambda file: torch.save(state, file))
             for old in _checkpoints(self.folder)[:-CHECKPOINTS_KEPT]:
                 old.unlink()
         self.accelerator.wait_for_everyone()
 
-    def finish(self, policy, ema: EMA, evaluated: Evaluated) -> None:
+    def _trainable(self) -> dict[str, Tensor]:
+        """The trained weights by name, as they are in the model."""
+        module = self.accelerator.unwrap_model(self.policy.module)
+        return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+    def finish(self) -> None:
         """Write the pictures, the weights and summary.json, and print the summary."""
         if not self.accelerator.is_main_process:
             return
         if self.writer is not None:
             self.writer.close()
         title = f"after {self.args.num_iterations} iterations"
-        save_samples(self.folder / "samples_after.png", *evaluated, title)
+        save_samples(self.folder / "samples_after.png", *self.evaluated, title)
         save_reward_curve(self.folder / "reward.png", self.history, self.eval_before)
-        policy.module = self.accelerator.unwrap_model(policy.module)
-        with ema.applied():
-            weights = policy.export(self.folder)
+        self.policy.module = self.accelerator.unwrap_model(self.policy.module)
+        with self.ema.applied():
+            weights = self.policy.export(self.folder)
         summary = {
             "eval_reward_before": self.eval_before,
-            "eval_reward_after": evaluated.rewards.mean().item(),
+            "eval_reward_after": self.evaluated.rewards.mean().item(),
             "iterations": self.args.num_iterations,
             "seconds": sum(m["seconds"] for m in self.history),
             "nfe_rows": sum(m["nfe_rows"] for m in self.history),
@@ -236,7 +302,3 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> None:
 def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, the oldest first."""
     return sorted((folder / "checkpoints").glob("[0-9]*.pt"), key=lambda path: int(path.stem))
-
-
-def _trainable(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}

@@ -3,16 +3,18 @@
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim import AdamW
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from shared.errors import InputError
-from shared.prompts import Prompt
-from shared.rewards import Reward, score
+from shared.policies import make_policy
+from shared.prompts import Prompt, load_prompts, sample_groups
+from shared.rewards import Reward, make_rewards, score
 from shared.rollout import ode_sample, sample_noise
 
 EVALUATION = 2**31  # the "iteration" whose noise evaluations use; training never gets there
@@ -75,6 +77,41 @@ class EMA:
             set_values(self.parameters, weights)
 
 
+class Setup(NamedTuple):
+    """What a run needs before its folder is opened."""
+
+    accelerator: Accelerator
+    prompts: list[Prompt]
+    share: range  # the groups of this process, of those of an iteration
+    policy: Any
+    rewards: list[Reward]
+
+
+def set_up(args) -> Setup:
+    """Load the prompts, the model and the rewards. Raises InputError, before a weight is trained or a file
+    written, for prompts that are too few or that the model cannot take, and for groups that processes cannot
+    share."""
+    prompts = load_prompts(args.prompts)
+    sample_groups(len(prompts), args.num_prompts, args.seed, 0)
+    accelerator = Accelerator()
+    share = own_groups(accelerator, args.num_prompts)
+    policy, rewards = (
+        make_policy(args.model, accelerator.device),
+        make_rewards(args.reward, accelerator.device),
+    )
+    policy.encode(prompts)
+    return Setup(accelerator, prompts, share, policy, rewards)
+
+
+def prepare(accelerator: Accelerator, policy, args):
+    """AdamW and EMA of the policy's trainable weights. policy.module is wrapped for the accelerator, as is
+    the optimizer. Returns (optimizer, ema)."""
+    ema = EMA(policy.module, args.ema_decay)
+    optimizer = AdamW(ema.parameters, args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay)
+    policy.module, optimizer = accelerator.prepare(policy.module, optimizer)
+    return optimizer, ema
+
+
 def own_groups(accelerator: Accelerator, num_groups: int) -> range:
     """The groups of this process: an equal, contiguous share, since a group never spans processes.
 
@@ -118,31 +155,25 @@ def apply_update(accelerator: Accelerator, module: nn.Module, optimizer, max_gra
 def average(
     accelerator: Accelerator, weighted: list[tuple[float, dict[str, float | None]]]
 ) -> dict[str, float | None]:
-    """Weighted means of metrics over computed micro-batches and processes; of ratio_deviation the maximum.
+    """Weighted means of metrics over the computed micro-batches of all processes that have them; of
+    ratio_deviation the maximum.
 
-    A metric that is None stays None.
+    The first has all metrics, as a number or None. A metric that is None everywhere stays None.
     """
 
     def over_processes(value: float) -> Tensor:
         return gather(accelerator, torch.tensor([value], dtype=torch.float64))
 
-    total = over_processes(sum(weight for weight, _ in weighted)).sum()
     means = {}
-    for name, first in weighted[0][1].items():
-        if first is None:
-            means[name] = None
-        elif name == "ratio_deviation":
-            means[name] = over_processes(max(metrics[name] for _, metrics in weighted)).max().item()
+    for name in weighted[0][1]:
+        present = [(weight, m[name]) for weight, m in weighted if m.get(name) is not None]
+        mass = over_processes(sum(weight for weight, _ in present)).sum().item()
+        if name == "ratio_deviation":
+            means[name] = over_processes(max(value for _, value in present)).max().item()
         else:
-            sums = over_processes(sum(weight * metrics[name] for weight, metrics in weighted))
-            means[name] = (sums.sum() / total).item()
+            total = over_processes(sum(weight * value for weight, value in present)).sum().item()
+            means[name] = total / mass if mass else None
     return means
-
-
-def reward_means(accelerator: Accelerator, parts: dict[str, Tensor]) -> dict[str, float]:
-    """The mean of each part of a weighted sum of rewards, unweighted, over all processes: {"reward_<name>":
-    mean}."""
-    return {f"reward_{name}": gather(accelerator, values).mean().item() for name, values in parts.items()}
 
 
 @contextlib.contextmanager

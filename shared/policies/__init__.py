@@ -1,9 +1,14 @@
 """One file a model. A policy is a plain class with the methods of `DigitsPolicy`; there is no base class."""
 
-from shared.errors import InputError
-from shared.policies.digits import DigitsPolicy
+from functools import partial
 
-MODELS = {"digits": DigitsPolicy}
+from shared.errors import InputError
+from shared.policies.digits import ASSETS, DigitsPolicy
+
+MODELS = {
+    "digits": DigitsPolicy,
+    "digits-faithful": partial(DigitsPolicy, weights=ASSETS / "digits_faithful.safetensors"),
+}
 
 
 def make_policy(model: str, device="cpu"):

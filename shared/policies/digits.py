@@ -1,8 +1,9 @@
 """`digits`: a class-conditional rectified flow on the 8x8 handwritten digits of scikit-learn, small enough
 for any CPU.
 
-Its base weights were trained by scripts/pretrain_toys.py with half of the labels replaced by random ones, so
-that it draws the prompted digit about half the time and reinforcement learning has something real to teach.
+Its weights were trained by scripts/pretrain_toys.py with half of the labels replaced by random ones, so that
+it draws the prompted digit about half the time and reinforcement learning has something real to teach; those
+of `digits-faithful` with a fifth.
 """
 
 import contextlib

@@ -14,9 +14,9 @@ from torch import Tensor
 from shared.errors import InputError, RewardError
 from shared.prompts import Prompt
 from shared.rewards.image import make_jpeg
-from shared.rewards.toy import make_ink, make_label
+from shared.rewards.toy import make_ink, make_label, make_next
 
-REWARDS = {"label": make_label, "ink": make_ink, "jpeg": make_jpeg}
+REWARDS = {"label": make_label, "ink": make_ink, "next": make_next, "jpeg": make_jpeg}
 
 
 class Reward(NamedTuple):

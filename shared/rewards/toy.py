@@ -47,6 +47,19 @@ def make_label(device="cpu"):
     return label
 
 
+def make_next(device="cpu"):
+    """`next`: 1 if the judge gives more than half of its probability to the digit after the prompted one
+    (0 after 9), else 0."""
+    judge = _load_judge(device)
+
+    def next_digit(pixels: Tensor, prompts: list[Prompt]) -> Tensor:
+        digits = torch.tensor([(digit_of(p.text) + 1) % 10 for p in prompts], device=device)
+        probabilities = judge(pixels.to(device).mean(dim=1)).softmax(dim=1)
+        return (probabilities.gather(1, digits[:, None])[:, 0] > 0.5).float()
+
+    return next_digit
+
+
 def make_ink(device="cpu"):
     """`ink`: the `label` reward times the ink of the image, its mean pixel value in [0, 1]. Long-tailed; it
     never saturates."""

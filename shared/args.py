@@ -1,0 +1,123 @@
+"""The options that all algorithms have, and their checks. Each algorithm file adds its own and sets its
+defaults."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.errors import InputError
+
+
+@dataclass
+class RunArgs:
+    """The options of a run that are no part of an algorithm."""
+
+    # run
+    output_dir: str | None = None
+    """Folder of the run (upstream: save_dir). Default: runs/<algorithm>-<model>-<reward>-<seed>-<time>."""
+    resume: str | None = None
+    """Folder of a run to continue exactly; it needs no other option."""
+    seed: int = 0
+    """Seed of the prompts' order and of all training noise (upstream: seed)."""
+    num_iterations: int = 60
+    """Training iterations: rollout, reward, update (upstream: num_epochs)."""
+    eval_every: int = 2
+    """Evaluate every so many iterations, and before the first and after the last (upstream: eval_freq)."""
+    eval_samples: int = 400
+    """Images of an evaluation: the prompts in turn, with noise that is the same in all runs."""
+    eval_steps: int = 20
+    """ODE steps of an evaluation (upstream: sample.eval_num_steps)."""
+    checkpoint_every: int = 10
+    """Save the state every so many iterations, and at the end and on Ctrl-C (upstream: save_freq)."""
+
+    # model, prompts and reward
+    model: str = "digits"
+    """The generator: digits, or digits-faithful, which draws the prompted digit more often
+    (upstream: pretrained.model)."""
+    prompts: str = "digits"
+    """A built-in set (digits) or a file: text, one prompt a line, or .jsonl (upstream: dataset)."""
+    reward: str = "label"
+    """label, ink, next, jpeg, or a weighted sum as "label:1,jpeg:0.5" (upstream: reward_fn)."""
+    reward_batch_size: int | None = None
+    """Images in one call of the reward. Default: all of an iteration."""
+
+    # optimisation
+    learning_rate: float = 4e-4
+    """AdamW's learning rate (upstream: train.learning_rate)."""
+    weight_decay: float = 1e-4
+    """AdamW's weight decay (upstream: train.adam_weight_decay)."""
+    adam_eps: float = 1e-15
+    """AdamW's epsilon, below the gradients of per_dim, about 1e-8 (upstream: train.adam_epsilon = 1e-8)."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm (upstream: train.max_grad_norm)."""
+    ema_decay: float = 0.0
+    """Decay of the averaged weights that are evaluated and exported; 0: no average (upstream: train.ema)."""
+    micro_batch_size: int | None = None
+    """Trajectories in one network call. Default: all of an iteration. It changes the result by rounding only
+    (upstream: train.batch_size)."""
+
+
+@dataclass
+class FlowArgs(RunArgs):
+    """And those of sampling a continuous flow."""
+
+    # sampling
+    sampler: Literal["flow", "dance", "cps"] = "flow"
+    """Stochastic step: flow (the paper), dance (DanceGRPO), cps (Flow-CPS) (upstream: sample.sde_type)."""
+    num_steps: int = 10
+    """T: steps of a training trajectory (upstream: sample.num_steps)."""
+    noise_level: float = 0.7
+    """a: strength of the noise (upstream: sample.noise_level)."""
+    sde_window: tuple[int, int] | None = None
+    """START STOP: steps START .. STOP-1 are stochastic and trained. Default: all but the last
+    (upstream: sample.sde_window_range)."""
+    storage_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Trajectories are rounded to and kept in this dtype (upstream: mixed_precision)."""
+
+
+def check_args(args, **own: tuple[bool, str]) -> None:
+    """Raise InputError for settings that cannot be run. Reads the fields that all algorithms have.
+
+    own: an algorithm's further fields by name: (whether the value will do, what it must be).
+    """
+    finite = float("inf")
+    bounds = {  # name: (holds, what it must be)
+        "output_dir": (args.output_dir != "", "the name of a folder"),
+        "resume": (args.resume != "", "the folder of a run"),
+        "seed": (0 <= args.seed < 2**32, "0 or more and below 2^32"),
+        "num_iterations": (args.num_iterations >= 1, "at least 1"),
+        "eval_every": (args.eval_every >= 1, "at least 1"),
+        "eval_samples": (args.eval_samples >= 1, "at least 1"),
+        "eval_steps": (args.eval_steps >= 1, "at least 1"),
+        "checkpoint_every": (args.checkpoint_every >= 1, "at least 1"),
+        "num_steps": (args.num_steps >= 2, "at least 2, since the last step is never trained"),
+        "noise_level": (0 < args.noise_level < finite, "above 0: training needs stochastic steps"),
+        "updates_per_rollout": (args.updates_per_rollout >= 1, "at least 1"),
+        "num_prompts": (args.num_prompts >= 1, "at least 1"),
+        "group_size": (args.group_size >= 2, "at least 2: rewards are compared within their group"),
+        "reward_batch_size": (args.reward_batch_size is None or args.reward_batch_size >= 1, "at least 1"),
+        "micro_batch_size": (args.micro_batch_size is None or args.micro_batch_size >= 1, "at least 1"),
+        "clip_range": (0 < args.clip_range < finite, "above 0"),
+        "beta": (0 <= args.beta < finite, "0 or more"),
+        "learning_rate": (0 < args.learning_rate < finite, "above 0"),
+        "weight_decay": (0 <= args.weight_decay < finite, "0 or more"),
+        "adam_eps": (0 < args.adam_eps < finite, "above 0"),
+        "max_grad_norm": (0 < args.max_grad_norm < finite, "above 0 and finite"),
+        "ema_decay": (0 <= args.ema_decay < 1, "at least 0 and below 1"),
+        **own,
+    }
+    for name, (holds, need) in bounds.items():
+        if not holds:
+            value = getattr(args, name)
+            raise InputError(f"{flag(name)} {repr(value) if value == '' else value}: it must be {need}")
+    if args.sampler == "cps" and args.noise_level > 1:
+        raise InputError(f"--noise-level {args.noise_level}: it must be at most 1 for --sampler cps")
+    if args.sde_window is not None:
+        (start, stop), last = args.sde_window, args.num_steps - 1
+        if not 0 <= start < stop <= last:
+            need = f"0 <= START < STOP <= {last}, since the last of {args.num_steps} steps is never trained"
+            raise InputError(f"--sde-window {start} {stop}: it must satisfy {need}")
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + name.replace("_", "-")
