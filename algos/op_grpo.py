@@ -113,7 +113,7 @@ class Args(FlowArgs):
     ratio: Literal["exact", "per_dim"] = "exact"
     """Log-probabilities of ratio, weight and KL: summed over the latent's entries, or averaged."""
     clip_range: float = 0.2
-    """epsilon: the ratio is clipped to 1 - epsilon .. 1 + epsilon."""
+    """epsilon: the ratio is clipped to 1 - epsilon .. 1 + epsilon (upstream: train.clip_range)."""
     updates_per_rollout: int = 4
     """Optimiser updates on the trajectories of an iteration, each with all of them."""
     beta: float = 0.0
@@ -269,7 +269,7 @@ def step_loss(
 def train(args: Args) -> list[dict]:
     """Train and leave a run folder behind. Returns the metrics of every iteration, as in metrics.jsonl."""
     P, G = args.num_prompts, args.group_size
-    m = args.replays_per_group or max(1, G // 4)
+    m = max(1, G // 4) if args.replays_per_group is None else args.replays_per_group
     check_args(
         args,
         hybrid_fraction=(0 <= args.hybrid_fraction <= 1, "between 0 and 1"),

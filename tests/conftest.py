@@ -42,6 +42,7 @@ def pictures_where_they_are_asked_for(request, monkeypatch):
         monkeypatch.setattr("shared.run.save_samples", lambda *args: None)
         monkeypatch.setattr("shared.run.save_reward_curve", lambda *args: None)
         monkeypatch.setattr("algos.tp_grpo.save_turning_points", lambda *args: None)
+        monkeypatch.setattr("algos.op_grpo.save_replay", lambda *args: None)
 
 
 @pytest.fixture

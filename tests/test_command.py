@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from algos import flow_grpo, tp_grpo
+from algos import flow_grpo, op_grpo, tp_grpo
+from shared import args as shared_args
 from shared.command import flag_value, parse_args, run_command
 
 ROOT = Path(__file__).parents[1]
-MODULES = [flow_grpo, tp_grpo]
+MODULES = [flow_grpo, tp_grpo, op_grpo]
 
 
 @pytest.fixture
@@ -45,12 +46,12 @@ def inputs(tmp_path, monkeypatch):
 
 
 BAD = {  # the command line -> what the one line says
-    "--reward nope": "unknown reward 'nope': known are label, ink, jpeg",
+    "--reward nope": "unknown reward 'nope': known are label, ink, next, jpeg",
     "--reward label:x": "weight 'x' of reward 'label' is not a number",
     "--reward label:0": "other than 0",
     "--reward label,label": "given twice",
     "--reward ''": "unknown reward ''",
-    "--model sd9": "unknown model 'sd9': known are digits",
+    "--model sd9": "unknown model 'sd9': known are digits, digits-faithful",
     "--sde-window 0 10": "--sde-window 0 10: it must satisfy 0 <= START < STOP <= 9",
     "--sde-window -1 4": "0 <= START < STOP <= 9",
     "--sde-window 4 4": "0 <= START < STOP <= 9",
@@ -73,6 +74,7 @@ BAD = {  # the command line -> what the one line says
     "--max-grad-norm 0": "above 0",
     "--ema-decay 1": "below 1",
     "--ema-decay -0.1": "below 1",
+    "--updates-per-rollout 0": "--updates-per-rollout 0: it must be at least 1",
     "--micro-batch-size 0": "--micro-batch-size 0: it must be at least 1",
     "--reward-batch-size 0": "at least 1",
     "--num-iterations 0": "at least 1",
@@ -111,7 +113,22 @@ TP_ONLY = {
     "--reward-tolerance -1": "--reward-tolerance -1.0: it must be 0 or more",
     "--completion-batch-size 0": "--completion-batch-size 0: it must be at least 1",
 }
-CASES = [(m, line, said) for m in MODULES for line, said in (BAD | (TP_ONLY if m is tp_grpo else {})).items()]
+OP_ONLY = {
+    "--hybrid-fraction 1.5": "--hybrid-fraction 1.5: it must be between 0 and 1",
+    "--hybrid-fraction nan": "between 0 and 1",
+    "--replays-per-group 8": "--replays-per-group 8: it must be at least 1 and below --group-size",
+    "--replays-per-group 0": "at least 1",
+    "--buffer-capacity 0": "at least 1",
+    "--reward-decay 0": "above 0 and at most 1",
+    "--reward-decay 1.1": "at most 1",
+    "--truncate-at 0": "above 0 and at most 1",
+    "--truncate-at 2": "at most 1",
+    "--max-weight 0": "--max-weight 0.0: it must be above 0",
+    "--max-weight nan": "above 0",
+    "--sde-window 2 6": "START must be 0, or give --no-correction",
+}
+OWN = {flow_grpo: {}, tp_grpo: TP_ONLY, op_grpo: OP_ONLY}
+CASES = [(module, line, said) for module in MODULES for line, said in (BAD | OWN[module]).items()]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +160,7 @@ def test_help_explains_every_option(module, capsys):
         parse_args(module.Args, ["--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    source = Path(module.__file__).read_text()
+    source = Path(shared_args.__file__).read_text() + Path(module.__file__).read_text()
     for field in dataclasses.fields(module.Args):
         assert "--" + field.name.replace("_", "-") in text
         assert re.search(rf'^    {field.name}: .*\n    """', source, re.MULTILINE), (

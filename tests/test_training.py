@@ -1,4 +1,5 @@
-"""Whole runs of both algorithms on the digits: what they leave behind, what must not change their result."""
+"""Whole runs of the continuous algorithms on the digits: what they leave behind, what must not change their
+result."""
 
 import json
 import os
@@ -16,7 +17,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from algos import flow_grpo, tp_grpo
+from algos import flow_grpo, op_grpo, tp_grpo
 from shared.command import saved_args
 from shared.errors import InputError, RewardError
 from shared.grpo import group_advantages
@@ -33,11 +34,12 @@ from shared.training import (
     gather,
     micro_batches,
     own_groups,
-    reward_means,
+    prepare,
+    set_up,
 )
 
 ROOT = Path(__file__).parents[1]
-ALGORITHMS = {"flow_grpo": flow_grpo, "tp_grpo": tp_grpo}
+ALGORITHMS = {"flow_grpo": flow_grpo, "tp_grpo": tp_grpo, "op_grpo": op_grpo}
 # A small run whose update is smooth in the gradient (a large adam_eps), so that runs compare up to rounding.
 SMALL = {
     "num_iterations": 2,
@@ -46,6 +48,11 @@ SMALL = {
     "eval_samples": 10,
     "eval_every": 1,
     "adam_eps": 1e-2,
+    "prompts": str(ROOT / "tests" / "data" / "three_prompts.txt"),  # so that OP-GRPO replays from iteration 2
+    "model": "digits",
+    "reward": "label",
+    "learning_rate": 4e-4,
+    "updates_per_rollout": 1,
 }
 
 
@@ -76,17 +83,16 @@ def test_what_a_run_leaves_behind(name, tmp_path):
     assert lines[0]["ratio_mean"] == 1.0 and lines[0]["ratio_deviation"] == 0.0
     assert lines[0]["kl"] == 0.0 and lines[1]["kl"] > 0.0
     assert lines[0]["reward_calls"] == 2
-    assert lines[0]["nfe_rows"] == 12 * (10 if name == "flow_grpo" else 55)
+    assert lines[0]["nfe_rows"] == 12 * (55 if name == "tp_grpo" else 10)
+    assert lines[0]["trained_steps"] == 12 * 9 and lines[0]["equal_groups"] == 0.0
     assert lines[0]["reward_label"] + 0.5 * lines[0]["reward_jpeg"] == pytest.approx(
         lines[0]["reward_mean"], abs=1e-5
     )
     settings = json.loads((folder / "args.json").read_text())
     assert settings["algorithm"] == name and settings["group_size"] == 4 and settings["learning_rate"] == 4e-4
     assert settings["sde_window"] == [0, 9]  # resolved
-    pictures = ["samples_before.png", "samples_after.png", "reward.png"] + ["turning_points.png"] * (
-        name == "tp_grpo"
-    )
-    for picture in pictures:
+    own = {"flow_grpo": [], "tp_grpo": ["turning_points.png"], "op_grpo": ["replay.png"]}
+    for picture in ["samples_before.png", "samples_after.png", "reward.png"] + own[name]:
         assert matplotlib.image.imread(folder / picture).std() > 0.05, picture  # something is drawn
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -104,7 +110,8 @@ def test_what_a_run_leaves_behind(name, tmp_path):
 @pytest.mark.parametrize("size", [5, 4])  # across groups, unevenly; and one group a micro-batch
 def test_micro_batches_do_not_change_the_update(name, size, tmp_path):
     options = {"completion_batch_size": 7} if name == "tp_grpo" else {}
-    whole, weights = run(ALGORITHMS[name], tmp_path / "whole")
+    options["updates_per_rollout"] = 2
+    whole, weights = run(ALGORITHMS[name], tmp_path / "whole", updates_per_rollout=2)
     parts, part_weights = run(
         ALGORITHMS[name], tmp_path / "parts", micro_batch_size=size, reward_batch_size=5, **options
     )
@@ -130,7 +137,7 @@ def test_groups_without_signal_do_not_rescale_the_others(name, tmp_path, monkeyp
     options = {"prompts": str(tmp_path / "prompts.txt"), "num_iterations": 1}
     module, seen = ALGORITHMS[name], []
     loss = module.step_loss
-    monkeypatch.setattr(module, "step_loss", lambda *a: seen.append(a[-2]) or loss(*a))
+    monkeypatch.setattr(module, "step_loss", lambda *a: seen.append(1) or loss(*a))
     whole, weights = run(module, tmp_path / "whole", **options)
     assert len(seen) == 9
     parts, part_weights = run(module, tmp_path / "parts", micro_batch_size=4, **options)
@@ -142,6 +149,7 @@ def test_groups_without_signal_do_not_rescale_the_others(name, tmp_path, monkeyp
 def test_resume_is_exact(name, tmp_path):
     """Four iterations and two more, in another Run, equal six in one go: metrics and weights, bit for bit."""
     module, options = ALGORITHMS[name], {"ema_decay": 0.5, "checkpoint_every": 2, "beta": 0.01}
+    options["updates_per_rollout"] = 2
     straight, weights = run(module, tmp_path / "straight", num_iterations=6, **options)
     run(module, tmp_path / "resumed", num_iterations=4, **options)
     with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
@@ -220,7 +228,7 @@ def test_evaluation_and_export_use_the_averaged_weights(tmp_path):
         assert torch.equal(exported[name], mean)
     assert not torch.equal(exported["label.weight"], state["module"]["label.weight"])
     policy = DigitsPolicy(weights=tmp_path / "run" / "digits.safetensors")
-    evaluation = Evaluation(policy, load_prompts("digits"), 10, 20, None)
+    evaluation = Evaluation(policy, load_prompts(SMALL["prompts"]), 10, 20, None)
     rewards = evaluation.run(policy, make_rewards("label"), None).rewards
     assert rewards.mean().item() == history[-1]["eval_reward"]
 
@@ -276,7 +284,8 @@ def test_each_step_is_trained_with_its_own_advantage(tmp_path, monkeypatch):
     monkeypatch.setattr(tp_grpo, "step_rewards", lambda *a: R.append(a[0]) or rewards(*a))
     run(tp_grpo, tmp_path / "run", num_iterations=1, micro_batch_size=6, sde_window=(1, 5), beta=0.1)
     policy, judge = DigitsPolicy(), REWARDS["label"]("cpu")
-    texts = [load_prompts("digits")[g] for g in sample_groups(10, 3, 0, 0) for _ in range(4)]  # (12,)
+    prompts = load_prompts(SMALL["prompts"])
+    texts = [prompts[g] for g in sample_groups(3, 3, 0, 0) for _ in range(4)]  # (12,)
     expected, R = group_advantages(rewards(R[0])).flatten(0, 1), R[0].flatten(0, 1)  # (12, 4), (12, 5)
     assert [(j, k) for _, j, k, _ in seen] == [(j, j + 1) for j in range(4)] * 2
     for i, (trajectory, j, _, advantages) in enumerate(seen):
@@ -311,7 +320,9 @@ def test_ctrl_c_saves_and_resume_continues(tmp_path):
         and 3 <= done < 30
     )
     subprocess.run([*command, "--resume", "run"], cwd=tmp_path, check=True, capture_output=True)
-    whole, weights = run(flow_grpo, tmp_path / "whole", num_iterations=30, adam_eps=1e-15, eval_every=2)
+    whole, weights = run(
+        flow_grpo, tmp_path / "whole", num_iterations=30, adam_eps=1e-15, eval_every=2, prompts="digits"
+    )
     resumed = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert without_times(resumed) == without_times(whole)
     resumed_weights = load_file(tmp_path / "run" / "digits.safetensors")
@@ -321,12 +332,17 @@ def test_ctrl_c_saves_and_resume_continues(tmp_path):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_two_processes_equal_one(name, tmp_path):
     """TP-GRPO's two processes stop after the first iteration and are resumed for the second."""
+    (tmp_path / "prompts.txt").write_text("a one\na four\n")
     options = (
         "--num-prompts 2 --group-size 4 --eval-samples 10 --eval-every 1 --adam-eps 1e-2 --output-dir two"
+    )
+    options += (
+        " --prompts prompts.txt --model digits --reward label --learning-rate 4e-4 --updates-per-rollout 2"
     )
     launches = {
         "flow_grpo": [f"{options} --num-iterations 2"],
         "tp_grpo": [f"{options} --num-iterations 1", "--resume two --num-iterations 2"],
+        "op_grpo": [f"{options} --num-iterations 2"],
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -334,7 +350,8 @@ def test_two_processes_equal_one(name, tmp_path):
         command = [*torchrun, str(ROOT / "algos" / f"{name}.py"), *arguments.split()]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-2000:]
-    one, one_weights = run(ALGORITHMS[name], tmp_path / "one", num_prompts=2)
+    same = {"num_prompts": 2, "prompts": str(tmp_path / "prompts.txt"), "updates_per_rollout": 2}
+    one, one_weights = run(ALGORITHMS[name], tmp_path / "one", **same)
     two = [json.loads(line) for line in open(tmp_path / "two" / "metrics.jsonl")]
     for a, b in zip(one, two, strict=True):
         assert a["nfe_rows"] == b["nfe_rows"]
@@ -347,7 +364,7 @@ def test_two_processes_equal_one(name, tmp_path):
         assert_close(two_weights[key], one_weights[key], rtol=0, atol=2e-3 * moved)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["flow_grpo", "tp_grpo"])
 def test_training_teaches(name, tmp_path):
     """Twelve iterations gain at least half of what seeds 0 to 2 gained: 0.08 (flow), 0.19 (tp)."""
     options = {
@@ -357,6 +374,7 @@ def test_training_teaches(name, tmp_path):
         "eval_samples": 200,
         "eval_every": 12,
         "adam_eps": 1e-15,
+        "prompts": "digits",
     }
     history, _ = run(ALGORITHMS[name], tmp_path / "run", **options)
     before = json.loads((tmp_path / "run" / "summary.json").read_text())["eval_reward_before"]
@@ -371,17 +389,28 @@ def test_seeds(tmp_path):
     assert befores[0] == befores[1]  # evaluations use the same noise whatever the seed
 
 
-def test_one_update_per_iteration(tmp_path):
-    run(flow_grpo, tmp_path / "run", num_iterations=3, micro_batch_size=5)
-    state = torch.load(tmp_path / "run" / "checkpoints" / "000003.pt", weights_only=True)
-    assert {int(s["step"]) for s in state["optimizer"]["state"].values()} == {3}
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_updates_per_rollout(name, tmp_path):
+    """One by default; the ratios of the first are 1, those of later ones are not and get clipped."""
+    for updates in (1, 3):
+        folder = tmp_path / str(updates)
+        options = {"num_iterations": 3, "micro_batch_size": 5, "learning_rate": 3e-3, "clip_range": 0.01}
+        history, _ = run(ALGORITHMS[name], folder, updates_per_rollout=updates, **options)
+        state = torch.load(folder / "checkpoints" / "000003.pt", weights_only=True)
+        assert {int(s["step"]) for s in state["optimizer"]["state"].values()} == {3 * updates}
+        assert all(m["trained_steps"] == 12 * 9 * updates for m in history)
+        for m in history:
+            assert m["ratio_deviation"] == 0.0
+            assert (m["ratio_mean"] == 1.0) == (m["clip_fraction"] == 0.0) == (updates == 1)
+    assert flow_grpo.Args().updates_per_rollout == tp_grpo.Args().updates_per_rollout == 1
 
 
 def test_ema_counts_updates_not_micro_batches(tmp_path):
     averages = []
     for size in (None, 2):
         folder = tmp_path / str(size)
-        run(flow_grpo, folder, num_iterations=2, ema_decay=0.75, micro_batch_size=size)
+        options = {"ema_decay": 0.75, "updates_per_rollout": 2}
+        run(flow_grpo, folder, num_iterations=2, micro_batch_size=size, **options)
         state = torch.load(folder / "checkpoints" / "000002.pt", weights_only=True)
         averages.append([*state["ema"]])
         assert not torch.equal(state["ema"][0], next(iter(state["module"].values())))
@@ -410,7 +439,7 @@ def test_ema_closed_form_and_swap():
         EMA(torch.nn.Linear(1, 1).requires_grad_(False), 0.5)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["flow_grpo", "tp_grpo"])  # op_grpo's is in test_op_grpo.py
 @pytest.mark.parametrize("ratio", ["exact", "per_dim"])
 def test_step_loss_off_policy(name, ratio):
     """Value and gradient against the objective written out with torch.distributions, KL included."""
@@ -495,9 +524,7 @@ def test_update_clips_the_norm():
     assert module.weight.grad is None
 
 
-def test_reward_means():
-    means = reward_means(Accelerator(), {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.0, -1.0])})
-    assert means == {"reward_a": 1.5, "reward_b": -0.5}
+def test_gathered_values_are_in_order():
     assert gather(Accelerator(), torch.tensor([[1.0], [2.0]])).tolist() == [[1.0], [2.0]]
 
 
@@ -513,9 +540,27 @@ def test_evaluation_does_not_depend_on_its_batches():
 
 
 def test_averages_are_weighted():
-    metrics = [(0.25, {"a": 1.0, "ratio_deviation": 0.1, "kl": None})]
-    metrics += [(0.5, {"a": 4.0, "ratio_deviation": 0.3, "kl": None})]
-    assert average(Accelerator(), metrics) == {"a": pytest.approx(3.0), "ratio_deviation": 0.3, "kl": None}
+    metrics = [(0.25, {"a": 1.0, "ratio_deviation": 0.3, "kl": None, "b": None})]
+    metrics += [(0.5, {"a": 4.0, "ratio_deviation": 0.1, "kl": None, "b": 2.0}), (0.25, {"a": 0.0, "b": 5.0})]
+    expected = {"a": pytest.approx(2.25), "ratio_deviation": 0.3, "kl": None, "b": pytest.approx(3.0)}
+    assert average(Accelerator(), metrics) == expected
+
+
+def test_what_is_set_up_before_a_run(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a one\na four\n")
+    options = {"num_prompts": 2, "prompts": str(tmp_path / "prompts.txt"), "reward": "ink:2"}
+    accelerator, prompts, share, policy, rewards = set_up(flow_grpo.Args(**options))
+    assert [p.text for p in prompts] == ["a one", "a four"] and list(share) == [0, 1]
+    assert policy.device == accelerator.device and [(r.name, r.weight) for r in rewards] == [("ink", 2.0)]
+    args = flow_grpo.Args(learning_rate=0.5, weight_decay=0.25, adam_eps=0.125, ema_decay=0.75)
+    optimizer, ema = prepare(accelerator, policy, args)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["eps"]) == (0.5, 0.25, 0.125)
+    assert group["betas"] == (0.9, 0.999) and len(group["params"]) == len(ema.average)
+    for bad, said in [("a cat\na dog\n", "exactly one digit"), ("a one\n", "the set has 1 prompts")]:
+        (tmp_path / "prompts.txt").write_text(bad)
+        with pytest.raises(InputError, match=said):
+            set_up(flow_grpo.Args(**options))
 
 
 def test_micro_batches_cover_all_rows_in_order():
