@@ -164,7 +164,7 @@ def log_weight_variance(
 
     off, new: their `trajectory_moments` under the two policies. rows: (B,) bool, those that `off` sampled.
     Returns the variance over these (n,), and in closed form E |mean_new - mean_off|^2 / std^2 (n,). For the
-    flow sampler that is E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma): it grows as sigma falls.
+    flow sampler below sigma = 1 that is E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma).
     """
     measured, expected = [], []
     for j, std in enumerate(off[1]):

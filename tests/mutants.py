@@ -17,7 +17,8 @@ class Mutant(NamedTuple):
 
 
 SDE, GRPO, ROLLOUT = "shared.sde.", "shared.grpo.", "shared.rollout."
-FLOW, TP, TRAINING = "algos.flow_grpo.", "algos.tp_grpo.", "shared.training."
+FLOW, TP, OP = "algos.flow_grpo.", "algos.tp_grpo.", "algos.op_grpo."
+TRAINING = "shared.training."
 MOMENTS = "test_sde.test_moments_are_the_papers"
 REPLAY = "test_rollout.test_rollout_replays_its_noise"
 WAVEFRONT = "test_rollout.test_wavefront_is_one_at_a_time"
@@ -26,6 +27,17 @@ FORMULA = "test_grpo.test_advantages_are_the_formula"
 PATTERNS = "test_tp_grpo.test_turning_points_are_the_definitions_on_every_sign_pattern"
 BALANCE = "test_tp_grpo.test_balance_keeps_the_largest_awards"
 BY_HAND = "test_tp_grpo.test_step_rewards_by_hand"
+WEIGHTED = "test_op_grpo.test_weighted_expectations_are_those_of_the_old_policy"
+CORRECTED = "test_op_grpo.test_the_corrected_gradient_is_exact_and_the_naive_one_is_not"
+OP_LOSS = "test_op_grpo.test_step_loss_off_policy"
+PER_DIM = "test_op_grpo.test_weights_of_averaged_log_probabilities"
+BUFFER = "test_op_grpo.test_the_buffer_keeps_the_better_of_two_after_decay"
+EVICTION = "test_op_grpo.test_of_too_many_the_one_of_lowest_decayed_reward_leaves"
+SAMPLES = "test_op_grpo.test_samples_of_the_buffer_are_different_and_every_entry_can_be_drawn"
+REPLAYED = "test_rollout.test_replayed_rows_follow_their_states"
+VARIANCE = "test_rollout.test_log_weight_variance_is_the_closed_form"
+UNEVEN = "test_grpo.test_weight_metrics"
+SET_UP = "test_training.test_what_is_set_up_before_a_run"
 STEP_LOSS = "test_training.test_step_loss_off_policy"
 
 MUTANTS = [
@@ -317,7 +329,7 @@ MUTANTS = [
     Mutant(
         ROLLOUT + "rollout",
         "log-prob of the unrounded state",
-        "x = (mean + step_std * noise[:, 1 + k - start]).to(storage_dtype)",
+        "x = reach((mean + step_std * noise[:, 1 + k - start]).to(storage_dtype), k + 1 - start)",
         "x = mean + step_std * noise[:, 1 + k - start]; latents[-1] = latents[-1].to(storage_dtype)",
         "test_rollout.test_ratio_is_one_before_the_first_update",
     ),
@@ -502,6 +514,225 @@ MUTANTS = [
             ),
         )
     ],
+    # ---- OP-GRPO ----
+    Mutant(
+        OP + "sequence_weight",
+        "inverted",
+        "(log_prob_old - log_prob_off)",
+        "(log_prob_off - log_prob_old)",
+        WEIGHTED,
+    ),
+    Mutant(
+        OP + "sequence_weight", "the geometric mean of the steps", ".sum(dim=1)", ".mean(dim=1)", WEIGHTED
+    ),
+    Mutant(
+        OP + "sequence_weight",
+        "the last step is left out",
+        "log_prob_off).sum",
+        "log_prob_off)[:, :-1].sum",
+        WEIGHTED,
+    ),
+    Mutant(OP + "sequence_weight", "capped", ".exp()", ".exp().clamp(max=1)", WEIGHTED),
+    Mutant(
+        OP + "hybrid_rollout",
+        "the weight is of p_old alone",
+        "log_prob_off.double() / entries)",
+        "0 * log_prob_off.double())",
+        WEIGHTED,
+    ),
+    Mutant(OP + "hybrid_rollout", "nothing is followed", "replayed=followed", "replayed=None", WEIGHTED),
+    Mutant(OP + "hybrid_rollout", "p_off is p_old", "log_prob_off[replayed] = ", "unused = ", WEIGHTED),
+    Mutant(OP + "hybrid_rollout", "per_dim weights are exact", "noise[0, 0].numel() if", "1 if", PER_DIM),
+    Mutant(
+        OP + "step_loss",
+        "the correction is left out",
+        "args.clip_range, weights)",
+        "args.clip_range)",
+        CORRECTED,
+    ),
+    Mutant(
+        OP + "step_loss",
+        "the weight is inside the clip",
+        "clipped_surrogate(log_prob_new,",
+        "clipped_surrogate(log_prob_new + weights.log(),",
+        OP_LOSS,
+    ),
+    Mutant(OP + "step_loss", "always the naive ratio", "if args.naive_ratio", "if True", CORRECTED),
+    Mutant(OP + "step_loss", "never the naive ratio", "if args.naive_ratio", "if False", OP_LOSS),
+    Mutant(OP + "step_loss", "the KL is not weighted", "(weights * kl)", "kl", OP_LOSS),
+    Mutant(OP + "step_loss", "the KL is rewarded", "+ args.beta * (", "- args.beta * (", OP_LOSS),
+    Mutant(
+        OP + "step_loss", "the KL is to the policy itself", "policy.reference()", "torch.no_grad()", OP_LOSS
+    ),
+    Mutant(OP + "step_loss", "per_dim is exact", "x[0].numel()", "1", OP_LOSS),
+    Mutant(
+        OP + "step_loss",
+        "the old log-prob of another step",
+        "trajectory.log_prob[:, j]",
+        "trajectory.log_prob[:, j - 1]",
+        OP_LOSS,
+    ),
+    Mutant(
+        OP + "step_loss",
+        "trains the step after",
+        "trajectory.latents[:, j + 1]",
+        "trajectory.latents[:, j + 2]",
+        OP_LOSS,
+    ),
+    Mutant(
+        OP + "step_loss",
+        "new ends count as replayed",
+        "torch.zeros_like(batch.replayed)",
+        "batch.replayed",
+        OP_LOSS,
+    ),
+    Mutant(
+        OP + "step_loss",
+        "the naive clip share is the corrected one",
+        '("naive", log_prob_off',
+        '("naive", log_prob_old',
+        OP_LOSS,
+    ),
+    Mutant(OP + "ReplayBuffer.worth", "no decay", "self.decay **", "1.0 **", BUFFER),
+    Mutant(
+        OP + "ReplayBuffer.worth",
+        "decays by the entry's iteration",
+        "(iteration - entry.iteration)",
+        "entry.iteration",
+        BUFFER,
+    ),
+    Mutant(
+        OP + "ReplayBuffer.worth",
+        "a negative reward grows with age",
+        "abs(entry.reward)",
+        "entry.reward",
+        "test_op_grpo.test_a_negative_reward_decays_downwards",
+    ),
+    Mutant(OP + "ReplayBuffer.offer", "ties replace", "<=", "<", BUFFER),
+    Mutant(OP + "ReplayBuffer.offer", "the newest stays", "old is not None and", "False and", BUFFER),
+    Mutant(OP + "ReplayBuffer.offer", "no bound", "> self.capacity", "> 10**9", EVICTION),
+    Mutant(OP + "ReplayBuffer.offer", "the best leaves", "min(", "max(", EVICTION),
+    Mutant(
+        OP + "ReplayBuffer.offer",
+        "ranks without decay",
+        "self.worth(entry, new.iteration)",
+        "entry.reward",
+        EVICTION,
+    ),
+    Mutant(
+        OP + "ReplayBuffer.sample",
+        "draws with replacement",
+        "torch.randperm(len(entries), generator=generator)[:k]",
+        "torch.randint(len(entries), (k,), generator=generator)",
+        SAMPLES,
+    ),
+    Mutant(
+        OP + "ReplayBuffer.sample",
+        "always the first",
+        "generator=generator)[:k]",
+        "generator=generator).sort().values[:k]",
+        SAMPLES,
+    ),
+    Mutant(
+        OP + "hybrid_groups",
+        "the cap is ignored",
+        "[:most]",
+        "",
+        "test_op_grpo.test_hybrid_groups_of_the_dataset",
+    ),
+    Mutant(
+        OP + "hybrid_groups",
+        "rounds up",
+        "int(fraction * len(groups))",
+        "round(fraction * len(groups))",
+        "test_op_grpo.test_hybrid_groups_of_the_dataset",
+    ),
+    Mutant(
+        OP + "hybrid_groups",
+        "a prompt twice in an iteration",
+        "if prompt not in {replay.prompt for replay in drawn}]",
+        "]",
+        "test_op_grpo.test_hybrid_groups_of_the_buffer",
+    ),
+    Mutant(
+        OP + "hybrid_groups",
+        "unseen prompts starve",
+        "min(most, len(groups) // 2)",
+        "most",
+        "test_op_grpo.test_hybrid_groups_of_the_buffer",
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "replayed rows start from their own noise",
+        "reach(noise[:, 0].to(storage_dtype), -start)",
+        "noise[:, 0].to(storage_dtype)",
+        REPLAYED,
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "one replayed state too few",
+        "j < replayed[1].shape[1]",
+        "j < replayed[1].shape[1] - 1",
+        REPLAYED,
+    ),
+    Mutant(
+        ROLLOUT + "rollout",
+        "the given states are those of other rows",
+        "replayed[1][:, j])",
+        "replayed[1][:, j].flip(0))",
+        REPLAYED,
+    ),
+    Mutant(
+        ROLLOUT + "step_moments",
+        "the next step's sizes",
+        "sigmas[k], sigmas[k + 1],",
+        "sigmas[k + 1], sigmas[k + 2],",
+        VARIANCE,
+    ),
+    Mutant(
+        ROLLOUT + "trajectory_moments",
+        "counts steps from 0",
+        "enumerate(range(*window))",
+        "enumerate(range(window[1] - window[0]))",
+        VARIANCE,
+    ),
+    Mutant(
+        ROLLOUT + "log_weight_variance", "half of the variance", "2 * gaussian_kl", "gaussian_kl", VARIANCE
+    ),
+    Mutant(ROLLOUT + "log_weight_variance", "takes all rows", "states[:, i][rows]", "states[:, i]", VARIANCE),
+    Mutant(
+        ROLLOUT + "log_weight_variance",
+        "the state before the step",
+        "(latents, j + 1)",
+        "(latents, j)",
+        VARIANCE,
+    ),
+    Mutant(
+        GRPO + "weight_metrics",
+        "the share is the number of samples",
+        "used.mean() ** 2 /",
+        "len(used) * used.mean() ** 2 /",
+        UNEVEN,
+    ),
+    Mutant(
+        GRPO + "weight_metrics",
+        "the logarithm of the mean",
+        "weights.log().mean()",
+        "weights.mean().log()",
+        UNEVEN,
+    ),
+    Mutant(GRPO + "weight_metrics", "reports the weights without cap", "used.max()", "weights.max()", UNEVEN),
+    Mutant(TRAINING + "set_up", "prompts are not checked", "policy.encode(prompts)", "pass", SET_UP),
+    Mutant(
+        TRAINING + "prepare", "no weight decay", "weight_decay=args.weight_decay", "weight_decay=0.0", SET_UP
+    ),
+    Mutant(
+        TRAINING + "prepare",
+        "the rate of the weight decay",
+        "args.learning_rate",
+        "args.weight_decay",
+        SET_UP,
+    ),
     # ---- around the algorithms ----
     Mutant(
         "shared.prompts.load_prompts",
@@ -538,9 +769,12 @@ MUTANTS = [
         "-self.noise[rows]",
         "test_training.test_evaluation_does_not_depend_on_its_batches",
     ),
-    Mutant(TRAINING + "reward_means", "sums", ".mean()", ".sum()", "test_training.test_reward_means"),
     Mutant(
-        TRAINING + "gather", "out of order", ".cpu()", ".cpu().flip(0)", "test_training.test_reward_means"
+        TRAINING + "gather",
+        "out of order",
+        ".cpu()",
+        ".cpu().flip(0)",
+        "test_training.test_gathered_values_are_in_order",
     ),
     Mutant(
         TRAINING + "set_values",
@@ -615,8 +849,8 @@ MUTANTS = [
     Mutant(
         TRAINING + "average",
         "unweighted",
-        "weight * metrics[name]",
-        "metrics[name] / len(weighted) * total",
+        "sum(weight * value for",
+        "sum(value / len(present) * mass for",
         "test_training.test_averages_are_weighted",
     ),
     Mutant(

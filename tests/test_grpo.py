@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from shared.grpo import clipped_surrogate, group_advantages
+from shared.grpo import clipped_surrogate, group_advantages, weight_metrics
 
 REWARDS = torch.tensor(
     [[0.1, 0.4, 0.9, 0.2], [2.0, 2.5, 2.1, 2.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64
@@ -138,3 +138,13 @@ def test_surrogate_refuses_shapes_that_would_broadcast():
             clipped_surrogate(*(torch.zeros(shape) for shape in shapes), 0.2)
     with pytest.raises(ValueError, match="^shapes must be equal"):
         clipped_surrogate(torch.zeros(4), torch.zeros(4), torch.zeros(4), 0.2, torch.ones(1))
+
+
+def test_weight_metrics():
+    weights = torch.tensor([0.5, 4.0, 0.25, 1.0], dtype=torch.float64)
+    metrics = weight_metrics(weights, weights.clamp(max=1.0))
+    assert metrics["weight_mean"] == 0.6875 and metrics["weight_max"] == 1.0
+    assert metrics["weight_ess"] == pytest.approx(2.75**2 / (4 * 2.3125))
+    assert metrics["log_weight_mean"] == pytest.approx(np.log([0.5, 4.0, 0.25, 1.0]).mean())
+    assert weight_metrics(torch.ones(3), torch.ones(3))["weight_ess"] == 1.0
+    assert set(weight_metrics(weights[:0], weights[:0]).values()) == {None} and len(metrics) == 4

@@ -270,6 +270,18 @@ def test_a_trajectory_of_the_current_policy_has_weight_one_exactly():
     assert not torch.equal(second.trajectory.latents[1:, 6], first.trajectory.latents[1:, 6])  # a new end
 
 
+def test_weights_of_averaged_log_probabilities():
+    """per_dim: the exponent of each step is divided by the number of entries, as the ratio's is."""
+    policy, sigmas = DigitsPolicy(), shifted_sigmas(10)
+    cond, noise = policy.encode(load_prompts("digits")[:2]), sample_noise(policy, 0, 1, range(2), 10)
+    args = Args(ratio="per_dim")
+    first = hybrid_rollout(policy, [None] * 2, slice(0, 2), noise, cond, sigmas, (0, 9), 5, args).trajectory
+    gap = torch.tensor([1.0, -2.0, 4.0, 0.5, 3.0])
+    stored = [None, Replay(1, 1.0, 0, first.latents[1, :6], first.log_prob[1, :5] - gap)]
+    batch = hybrid_rollout(policy, stored, slice(0, 2), noise, cond, sigmas, (0, 9), 5, args)
+    assert_close(batch.weights, torch.tensor([1.0, math.exp(6.5 / 64)]).double(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("naive", [False, True])
 @pytest.mark.parametrize("ratio", ["exact", "per_dim"])
 @pytest.mark.parametrize("j", [2, 6])  # a replayed step, and one after them

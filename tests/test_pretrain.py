@@ -16,7 +16,11 @@ def test_pretraining_writes_what_the_policy_and_the_judge_load(tmp_path, capsys)
     script["main"](script["Args"](output_dir=tmp_path, flow_steps=3, judge_steps=3))
     assert DigitsPolicy(weights=tmp_path / "digits.safetensors").module is not None
     toy.DigitsJudge().load_state_dict(load_file(tmp_path / "digits_judge.safetensors"))
-    for name, limit in [("digits.safetensors", 1_000_000), ("digits_judge.safetensors", 1_000_000)]:
+    for name, limit in [
+        ("digits.safetensors", 1_000_000),
+        ("digits_faithful.safetensors", 1_000_000),
+        ("digits_judge.safetensors", 1_000_000),
+    ]:
         shipped = SCRIPT.parents[1] / "shared" / "assets" / name
         assert shipped.stat().st_size == (tmp_path / name).stat().st_size < limit
 
@@ -26,4 +30,5 @@ def test_quality_of_the_shipped_weights_is_what_the_readme_says(capsys):
     script["main"](script["Args"](check=True))
     printed = capsys.readouterr().out
     assert "judge: accuracy 0.986 on 360 held-out real digits" in printed
-    assert "flow, ODE, 10 steps: label 0.48" in printed
+    assert "digits, ODE, 10 steps: label 0.48" in printed
+    assert "digits-faithful, SDE, 10 steps, noise level 0.7: label 0.745, ink 0.229, next 0.023" in printed

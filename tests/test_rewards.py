@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shared.errors import InputError, RewardError
-from shared.prompts import Prompt
+from shared.prompts import Prompt, load_prompts
 from shared.rewards import Reward, make_rewards, score
 
 PROMPTS = [Prompt(str(i), {}) for i in range(5)]
@@ -70,3 +70,15 @@ def test_specifications():
 def test_bad_specifications_are_refused(spec):
     with pytest.raises(InputError):
         make_rewards(spec)
+
+
+def test_next_is_one_where_the_judge_sees_the_digit_after_the_prompted_one():
+    """Real images of known digits: the mean of each class, which the judge is sure of."""
+    sklearn = pytest.importorskip("sklearn.datasets").load_digits()
+    means = torch.stack([torch.tensor(sklearn.images[sklearn.target == d].mean(0) / 16) for d in range(10)])
+    pixels = means.float()[:, None].expand(-1, 3, -1, -1)
+    (reward,) = make_rewards("next")
+    for shift in range(10):  # image d is shown with the prompt d + shift
+        prompts = [load_prompts("digits")[(d + shift) % 10] for d in range(10)]
+        values = reward.function(pixels, prompts)
+        assert values.tolist() == [float(shift == 9)] * 10 and values.dtype == torch.float32

@@ -7,7 +7,14 @@ from torch.testing import assert_close
 
 from shared.policies.digits import DigitsPolicy
 from shared.prompts import load_prompts
-from shared.rollout import ode_sample, rollout, sample_noise
+from shared.rollout import (
+    log_weight_variance,
+    ode_sample,
+    rollout,
+    sample_noise,
+    step_moments,
+    trajectory_moments,
+)
 from shared.sde import SAMPLERS, gaussian_log_prob, ode_step, shifted_sigmas, transition
 
 SIGMAS = shifted_sigmas(6, 2.0)
@@ -148,6 +155,61 @@ def test_every_state_is_kept_in_the_storage_dtype():
             assert torch.equal(result.latents[:, 0], x)
         x = ode_step(x, policy.velocity(x, SIGMAS[k], COND), SIGMAS[k], SIGMAS[k + 1]).bfloat16()
     assert torch.equal(result.completions[:, 0], x)
+
+
+@pytest.mark.parametrize("window", [(0, 5), (2, 5)])
+@pytest.mark.parametrize("given", [0, 1, 2, 3])
+def test_replayed_rows_follow_their_states(linear_policy, window, given):
+    """Rows 3 and 1 go through given states; their ends are sampled with their own noise, and nothing else
+    changes."""
+    noise, plain = linear_rollout(linear_policy, window)
+    states = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows, n = torch.tensor([3, 1]), window[1] - window[0]
+    _, result = linear_rollout(linear_policy, window, replayed=(rows, states[:, : given + 1]))
+    assert torch.equal(result.latents[rows, : given + 1], states[:, : given + 1])
+    for a, b in zip(result[:4], plain[:4], strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+    for j in range(n):
+        x, x_next = result.latents[:, j], result.latents[:, j + 1]
+        options = {"noise_level": 0.5, "kind": "flow"}
+        mean, std = step_moments(linear_policy, x, window[0] + j, COND, SIGMAS, **options)
+        assert_close(gaussian_log_prob(x_next, mean, std), result.log_prob[:, j], rtol=1e-12, atol=1e-12)
+        if j >= given:
+            assert_close(x_next, mean + std * noise[:, 1 + j], rtol=1e-12, atol=1e-12)
+    assert (result.nfe_rows, result.nfe_calls) == (plain.nfe_rows, plain.nfe_calls)
+    _, whole = linear_rollout(linear_policy, window, replayed=(rows, states[:, : n + 1]))
+    x = whole.latents[:, -1]  # without truncation: the end is the ODE's from the last given state
+    assert torch.equal(x[rows], states[:, n])
+    for k in range(window[1], 6):
+        x = ode_step(x, linear_policy.velocity(x, SIGMAS[k], COND), SIGMAS[k], SIGMAS[k + 1])
+    assert_close(whole.final, x, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [(0, 5), (1, 4)])
+def test_log_weight_variance_is_the_closed_form(linear_policy, window):
+    """E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma) below sigma = 1."""
+    _, result = linear_rollout(linear_policy, window)
+    options = {"noise_level": 0.7, "kind": "flow"}
+    off = trajectory_moments(linear_policy, result.latents, COND, SIGMAS, window, **options)
+    change = 0.1 * torch.randn(3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad():
+        linear_policy.module.weight += change
+    new = trajectory_moments(linear_policy, result.latents, COND, SIGMAS, window, **options)
+    rows, n, a2 = torch.tensor([True, False, True, True]), window[1] - window[0], 0.49
+    measured, expected = log_weight_variance(result.latents, off, new, rows)
+    assert off[0].shape == (4, n, 3) and off[1].shape == (n,) and not new[0].requires_grad
+    for j, k in enumerate(range(*window)):
+        x, x_next = result.latents[rows, j], result.latents[rows, j + 1]
+        sigma, dt = float(SIGMAS[k]), float(SIGMAS[k] - SIGMAS[k + 1])
+        dv2 = float(((x @ change.T * (0.5 + sigma)) ** 2).sum(1).mean())
+        if sigma < 1:
+            by_hand = dv2 * dt * (1 + a2 / 2) ** 2 * (1 - sigma) / (a2 * sigma)
+        else:  # the score does not depend on v there, and g uses sigma_1
+            by_hand = dv2 * dt * (1 - float(SIGMAS[1])) / a2
+        assert float(expected[j]) == pytest.approx(by_hand, rel=1e-9)
+        after, before = (torch.distributions.Normal(m[0][rows, j], m[1][j]) for m in (new, off))
+        log_w = (after.log_prob(x_next) - before.log_prob(x_next)).sum(1)
+        assert float(measured[j]) == pytest.approx(float(log_w.var(correction=0)), rel=1e-6)
 
 
 def test_ode_sample_follows_the_grid(linear_policy):

@@ -546,21 +546,23 @@ def test_averages_are_weighted():
     assert average(Accelerator(), metrics) == expected
 
 
-def test_what_is_set_up_before_a_run(tmp_path):
-    (tmp_path / "prompts.txt").write_text("a one\na four\n")
-    options = {"num_prompts": 2, "prompts": str(tmp_path / "prompts.txt"), "reward": "ink:2"}
+def test_what_is_set_up_before_a_run():
+    options = {"num_prompts": 3, "prompts": SMALL["prompts"], "reward": "ink:2", "model": "digits-faithful"}
     accelerator, prompts, share, policy, rewards = set_up(flow_grpo.Args(**options))
-    assert [p.text for p in prompts] == ["a one", "a four"] and list(share) == [0, 1]
+    assert [p.text.split()[-1] for p in prompts] == ["one", "four", "seven"] and list(share) == [0, 1, 2]
     assert policy.device == accelerator.device and [(r.name, r.weight) for r in rewards] == [("ink", 2.0)]
+    shipped = load_file(ROOT / "shared" / "assets" / "digits_faithful.safetensors")
+    assert torch.equal(policy.module.label.weight, shipped["label.weight"])
     args = flow_grpo.Args(learning_rate=0.5, weight_decay=0.25, adam_eps=0.125, ema_decay=0.75)
     optimizer, ema = prepare(accelerator, policy, args)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["eps"]) == (0.5, 0.25, 0.125)
     assert group["betas"] == (0.9, 0.999) and len(group["params"]) == len(ema.average)
-    for bad, said in [("a cat\na dog\n", "exactly one digit"), ("a one\n", "the set has 1 prompts")]:
-        (tmp_path / "prompts.txt").write_text(bad)
-        with pytest.raises(InputError, match=said):
-            set_up(flow_grpo.Args(**options))
+    with pytest.raises(InputError, match="the set has 3 prompts"):
+        set_up(flow_grpo.Args(**options | {"num_prompts": 4}))
+    cats = str(ROOT / "tests" / "data" / "cats.txt")
+    with pytest.raises(InputError, match="exactly one digit"):
+        set_up(flow_grpo.Args(**options | {"prompts": cats}))
 
 
 def test_micro_batches_cover_all_rows_in_order():
