@@ -297,6 +297,7 @@ def train(args: Args) -> list[dict]:
 
     size, first = len(share) * G, share[0] * G  # trajectories of this process; place of the first among all
     chunks = micro_batches(size, args.micro_batch_size)
+    step = {"noise_level": args.noise_level, "kind": args.sampler}
     for iteration in run.iterations():
         seconds: dict[str, float] = {}
         groups = sample_groups(len(prompts), P, args.seed, iteration - 1)
@@ -326,15 +327,11 @@ def train(args: Args) -> list[dict]:
         raw = gather(accelerator, torch.cat([batch.weights for batch in batches])).view(P, G)
         weights = raw.clamp(max=most) if args.correction and not args.naive_ratio else torch.ones_like(raw)
         own_weights = weights[share].flatten().to(advantages)  # (size,)
-        probed = (
-            policy,
-            batches[0].trajectory.latents,
-            batches[0].cond,
-            sigmas,
-            window,
-        )  # for the last picture
-        if iteration == args.num_iterations:
-            before = trajectory_moments(*probed, noise_level=args.noise_level, kind=args.sampler)
+        if iteration == args.num_iterations:  # trajectories that are not trained on, for replay.png
+            cond, samples = batches[0].cond, range(size)[chunks[0]]
+            noise = sample_noise(policy, args.seed, iteration + 1, samples, 1 + n)
+            probe = rollout(policy, noise, cond, sigmas, window, **step).latents
+            before = trajectory_moments(policy, probe, cond, sigmas, window, **step)
 
         with timed(seconds, "update"):
             step_metrics, grad_norms = [], []
@@ -377,8 +374,8 @@ def train(args: Args) -> list[dict]:
         }
         run.log(all_rewards, scores, [batch.trajectory for batch in batches], metrics, seconds)
         if iteration == args.num_iterations:
-            after = trajectory_moments(*probed, noise_level=args.noise_level, kind=args.sampler)
-            variance = log_weight_variance(batches[0].trajectory.latents, before, after, ~batches[0].replayed)
+            after = trajectory_moments(policy, probe, cond, sigmas, window, **step)
+            variance = log_weight_variance(probe, before, after)
             if accelerator.is_main_process:
                 save_replay(
                     run.folder / "replay.png", run.history, *variance, sigmas[list(trained_steps)], prefix

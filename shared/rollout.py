@@ -158,19 +158,18 @@ def trajectory_moments(
 
 
 def log_weight_variance(
-    latents: Tensor, off: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], rows: Tensor
+    latents: Tensor, off: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Variance of the log-weight log p_new - log p_off of each step of trajectories (B, n+1, *E).
+    """Variance of the log-weight log p_new - log p_off of each step of trajectories (B, n+1, *E) from `off`.
 
-    off, new: their `trajectory_moments` under the two policies. rows: (B,) bool, those that `off` sampled.
-    Returns the variance over these (n,), and in closed form E |mean_new - mean_off|^2 / std^2 (n,). For the
-    flow sampler below sigma = 1 that is E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma).
+    off, new: their `trajectory_moments` under the two policies.
+    Returns the variance over the trajectories (n,), and in closed form E |mean_new - mean_off|^2 / std^2
+    (n,), which holds for trajectories that `new` was not trained on. For the flow sampler below sigma = 1 it
+    is E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma).
     """
     measured, expected = [], []
     for j, std in enumerate(off[1]):
-        x_next, mean_off, mean_new = (
-            states[:, i][rows] for states, i in ((latents, j + 1), (off[0], j), (new[0], j))
-        )
+        x_next, mean_off, mean_new = latents[:, j + 1], off[0][:, j], new[0][:, j]
         log_w = gaussian_log_prob(x_next, mean_new, std) - gaussian_log_prob(x_next, mean_off, std)
         measured.append(log_w.var(correction=0))
         expected.append(2 * gaussian_kl(mean_new, mean_off, std).mean())

@@ -699,12 +699,11 @@ MUTANTS = [
     Mutant(
         ROLLOUT + "log_weight_variance", "half of the variance", "2 * gaussian_kl", "gaussian_kl", VARIANCE
     ),
-    Mutant(ROLLOUT + "log_weight_variance", "takes all rows", "states[:, i][rows]", "states[:, i]", VARIANCE),
     Mutant(
         ROLLOUT + "log_weight_variance",
         "the state before the step",
-        "(latents, j + 1)",
-        "(latents, j)",
+        "latents[:, j + 1]",
+        "latents[:, j]",
         VARIANCE,
     ),
     Mutant(

@@ -195,11 +195,11 @@ def test_log_weight_variance_is_the_closed_form(linear_policy, window):
     with torch.no_grad():
         linear_policy.module.weight += change
     new = trajectory_moments(linear_policy, result.latents, COND, SIGMAS, window, **options)
-    rows, n, a2 = torch.tensor([True, False, True, True]), window[1] - window[0], 0.49
-    measured, expected = log_weight_variance(result.latents, off, new, rows)
+    n, a2 = window[1] - window[0], 0.49
+    measured, expected = log_weight_variance(result.latents, off, new)
     assert off[0].shape == (4, n, 3) and off[1].shape == (n,) and not new[0].requires_grad
     for j, k in enumerate(range(*window)):
-        x, x_next = result.latents[rows, j], result.latents[rows, j + 1]
+        x, x_next = result.latents[:, j], result.latents[:, j + 1]
         sigma, dt = float(SIGMAS[k]), float(SIGMAS[k] - SIGMAS[k + 1])
         dv2 = float(((x @ change.T * (0.5 + sigma)) ** 2).sum(1).mean())
         if sigma < 1:
@@ -207,7 +207,7 @@ def test_log_weight_variance_is_the_closed_form(linear_policy, window):
         else:  # the score does not depend on v there, and g uses sigma_1
             by_hand = dv2 * dt * (1 - float(SIGMAS[1])) / a2
         assert float(expected[j]) == pytest.approx(by_hand, rel=1e-9)
-        after, before = (torch.distributions.Normal(m[0][rows, j], m[1][j]) for m in (new, off))
+        after, before = (torch.distributions.Normal(m[0][:, j], m[1][j]) for m in (new, off))
         log_w = (after.log_prob(x_next) - before.log_prob(x_next)).sum(1)
         assert float(measured[j]) == pytest.approx(float(log_w.var(correction=0)), rel=1e-6)
 
