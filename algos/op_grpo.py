@@ -52,14 +52,7 @@ from shared.grpo import clipped_surrogate, group_advantages, weight_metrics
 from shared.pictures import save_replay
 from shared.prompts import sample_groups
 from shared.rewards import score
-from shared.rollout import (
-    Rollout,
-    log_weight_variance,
-    rollout,
-    sample_noise,
-    step_moments,
-    trajectory_moments,
-)
+from shared.rollout import Rollout, all_moments, log_weight_variance, rollout, sample_noise, step_moments
 from shared.run import Run
 from shared.sde import gaussian_kl, gaussian_log_prob
 from shared.training import Evaluation, apply_update, average, gather, micro_batches, prepare, set_up, timed
@@ -331,7 +324,7 @@ def train(args: Args) -> list[dict]:
             cond, samples = batches[0].cond, range(size)[chunks[0]]
             noise = sample_noise(policy, args.seed, iteration + 1, samples, 1 + n)
             probe = rollout(policy, noise, cond, sigmas, window, **step).latents
-            before = trajectory_moments(policy, probe, cond, sigmas, window, **step)
+            before = all_moments(policy, probe, cond, sigmas, window, **step)
 
         with timed(seconds, "update"):
             step_metrics, grad_norms = [], []
@@ -374,7 +367,7 @@ def train(args: Args) -> list[dict]:
         }
         run.log(all_rewards, scores, [batch.trajectory for batch in batches], metrics, seconds)
         if iteration == args.num_iterations:
-            after = trajectory_moments(policy, probe, cond, sigmas, window, **step)
+            after = all_moments(policy, probe, cond, sigmas, window, **step)
             variance = log_weight_variance(probe, before, after)
             if accelerator.is_main_process:
                 save_replay(

@@ -136,7 +136,7 @@ def step_moments(
     )
 
 
-def trajectory_moments(
+def all_moments(
     policy,
     latents: Tensor,
     cond: dict[str, Tensor],
@@ -162,7 +162,7 @@ def log_weight_variance(
 ) -> tuple[Tensor, Tensor]:
     """Variance of the log-weight log p_new - log p_off of each step of trajectories (B, n+1, *E) from `off`.
 
-    off, new: their `trajectory_moments` under the two policies.
+    off, new: their `all_moments` under the two policies.
     Returns the variance over the trajectories (n,), and in closed form E |mean_new - mean_off|^2 / std^2
     (n,), which holds for trajectories that `new` was not trained on. For the flow sampler below sigma = 1 it
     is E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma).

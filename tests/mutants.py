@@ -690,7 +690,7 @@ MUTANTS = [
         VARIANCE,
     ),
     Mutant(
-        ROLLOUT + "trajectory_moments",
+        ROLLOUT + "all_moments",
         "counts steps from 0",
         "enumerate(range(*window))",
         "enumerate(range(window[1] - window[0]))",

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from algos import flow_grpo, tp_grpo
+from algos import flow_grpo, op_grpo, tp_grpo
 from shared.command import parse_args
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-TEXTS = "\n".join([README, flow_grpo.__doc__, tp_grpo.__doc__])
+MODULES = {f"algos/{m.Args.algorithm}.py": m for m in (flow_grpo, tp_grpo, op_grpo)}
+TEXTS = "\n".join([README, *(module.__doc__ for module in MODULES.values())])
 COMMANDS = sorted(
     {line.split("#")[0].strip() for line in re.findall(r"^ *python (algos/.*)$", TEXTS, re.MULTILINE)}
 )
@@ -22,7 +23,7 @@ COMMANDS = sorted(
 def test_commands_run(command, tmp_path, monkeypatch):
     """Each with its own options, shortened to one small iteration; then it is resumed for another."""
     path, *argv = shlex.split(command)
-    module = {"algos/flow_grpo.py": flow_grpo, "algos/tp_grpo.py": tp_grpo}[path]
+    module = MODULES[path]
     monkeypatch.chdir(tmp_path)
     short = (
         "--num-iterations 1 --num-prompts 2 --group-size 4 --eval-samples 10 --output-dir runs/RUN".split()

@@ -8,12 +8,12 @@ from torch.testing import assert_close
 from shared.policies.digits import DigitsPolicy
 from shared.prompts import load_prompts
 from shared.rollout import (
+    all_moments,
     log_weight_variance,
     ode_sample,
     rollout,
     sample_noise,
     step_moments,
-    trajectory_moments,
 )
 from shared.sde import SAMPLERS, gaussian_log_prob, ode_step, shifted_sigmas, transition
 
@@ -190,11 +190,11 @@ def test_log_weight_variance_is_the_closed_form(linear_policy, window):
     """E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma) below sigma = 1."""
     _, result = linear_rollout(linear_policy, window)
     options = {"noise_level": 0.7, "kind": "flow"}
-    off = trajectory_moments(linear_policy, result.latents, COND, SIGMAS, window, **options)
+    off = all_moments(linear_policy, result.latents, COND, SIGMAS, window, **options)
     change = 0.1 * torch.randn(3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad():
         linear_policy.module.weight += change
-    new = trajectory_moments(linear_policy, result.latents, COND, SIGMAS, window, **options)
+    new = all_moments(linear_policy, result.latents, COND, SIGMAS, window, **options)
     n, a2 = window[1] - window[0], 0.49
     measured, expected = log_weight_variance(result.latents, off, new)
     assert off[0].shape == (4, n, 3) and off[1].shape == (n,) and not new[0].requires_grad
