@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from oracle.definitions import DEFINITIONS
+from oracle.definitions import DEFINITIONS, replayed_loss
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}  # times the property's scale: what rounding may do to it
 FLOAT32_ROUNDING = 1e-6  # of results of order 1 to 10
@@ -14,10 +14,11 @@ STEP_FUNCTIONS = ("ode_step", "transition", "gaussian_log_prob", "gaussian_kl") 
 
 class Functions:
     """Contract functions as attributes. Every call gets copies of its tensors, so that one call cannot spoil
-    the next; functions that take sigmas as tensors only get tensors."""
+    the next; functions that take sigmas as tensors only get tensors. composed(self, replay) is the loss of
+    replayed samples that they make together."""
 
-    def __init__(self, functions: dict[str, Callable]):
-        self.raw = functions
+    def __init__(self, functions: dict[str, Callable], composed: Callable = replayed_loss):
+        self.raw, self.composed = functions, composed
         self.takes_tensors = {name for name in functions if _style(name, functions[name]) == "tensor"}
 
     def __getattr__(self, name: str) -> Callable:

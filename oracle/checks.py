@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oracle.calling import TOLERANCE, Functions, arithmetic
-from oracle.definitions import DEFINITIONS
+from oracle.definitions import DEFINITIONS, replayed_loss
 
 AGREEMENT = 10  # tolerances within which a wrong version explains a measurement
 
@@ -49,10 +49,12 @@ class Property(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # equal only to itself, so that its behaviour can be cached
 class Wrong:
-    """A named wrong version: the functions that it replaces, and what it does, as a sentence."""
+    """A named wrong version: the functions that it replaces, and what it does, as a sentence. One that puts
+    right functions together wrongly names these, and has the composition."""
 
     sentence: str
     functions: dict[str, Callable]
+    composed: Callable = replayed_loss
 
 
 class Row(NamedTuple):
@@ -210,7 +212,7 @@ class Diagnosis:
 @cache
 def version(wrong: Wrong) -> Functions:
     """All contract functions, with those that a wrong version replaces."""
-    return Functions({**DEFINITIONS, **wrong.functions})
+    return Functions({**DEFINITIONS, **wrong.functions}, wrong.composed)
 
 
 @cache

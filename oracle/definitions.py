@@ -7,6 +7,7 @@ contract; sigmas and step_std are Python floats.
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,6 +133,26 @@ def step_rewards(
 def sequence_weight(log_prob_old: Tensor, log_prob_off: Tensor) -> Tensor:
     """prod over the prefix of p_old / p_off (arXiv 2604.04142). (B, prefix) each. Returns (B,)."""
     return torch.exp(log_prob_old - log_prob_off).prod(dim=1)
+
+
+class Replay(NamedTuple):
+    """Samples whose first `prefix` steps were drawn by the policy `off`, the others by `old`. B samples, n
+    steps."""
+
+    log_new: Tensor  # (B, n) log-density of every step under the policy that is optimised
+    log_old: Tensor  # (B, n) under the policy at the start of the iteration
+    log_off: Tensor  # (B, n) under the policy that sampled the stored trajectory
+    prefix: int
+    advantages: Tensor  # (B,)
+    clip_range: float
+
+
+def replayed_loss(f: Any, r: Replay) -> Tensor:
+    """The corrected objective (arXiv 2604.04142): the clipped loss of every step, ratio p_new/p_old, times
+    the constant w = prod over the prefix of p_old/p_off. f: functions as attributes. Returns ()."""
+    w = f.sequence_weight(r.log_old[:, : r.prefix], r.log_off[:, : r.prefix])
+    A, weights = (t[:, None].expand_as(r.log_new) for t in (r.advantages, w))
+    return f.clipped_surrogate(r.log_new, r.log_old, A, r.clip_range, weights=weights)[0]
 
 
 DEFINITIONS: dict[str, Callable] = {

@@ -169,6 +169,25 @@ def reward_gradient(
     return torch.autograd.grad(expected_reward(reward, means[-1], covs[-1]), (A, b))
 
 
+def ratio_gradient(
+    policy: Policy, old: Policy, sampler: Sampler, reward: Reward, mean: Tensor, cov: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The exact gradient of E_old[sum over stochastic k of (p/p_old)(x[k+1] | x[k]) r(x[N])] in A (N, D, D)
+    and b (N, D) of the policy p.
+
+    The ratio of step k exchanges that one transition: its term is E[r] of the chain that takes step k from p
+    and all others from old. At p = old this is the policy gradient of the stochastic steps.
+    """
+    A, b = policy.A.detach().requires_grad_(), policy.b.detach().requires_grad_()
+    new, total = chain(Policy(A, b, policy.sigmas), sampler), torch.zeros((), dtype=torch.float64)
+    for k in new.std.nonzero().flatten().tolist():
+        pairs = zip(chain(old, sampler), new, strict=True)
+        steps = Chain(*(torch.cat([a[:k], c[k : k + 1], a[k + 1 :]]) for a, c in pairs))
+        means, covs = moments(steps, mean, cov)
+        total = total + expected_reward(reward, means[-1], covs[-1])
+    return torch.autograd.grad(total, (A, b))
+
+
 def quadrature(dims: int, nodes: int) -> tuple[Tensor, Tensor]:
     """Gauss-Hermite product rule for N(0, I): points (nodes^dims, dims), weights (nodes^dims,) of sum 1.
 

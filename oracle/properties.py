@@ -2,17 +2,24 @@
 
 import torch
 
-from oracle import properties_learning, properties_likelihood, properties_steps, properties_turning  # noqa: F401
+from oracle import (  # noqa: F401
+    properties_learning,
+    properties_likelihood,
+    properties_replay,
+    properties_steps,
+    properties_turning,
+)
 from oracle.calling import example
 from oracle.checks import Measured, Mismatch
 from oracle.definitions import DEFINITIONS
 from oracle.measuring import PROPERTIES, check, numbers
 from oracle.wrong_learning import WRONG_LEARNING
+from oracle.wrong_replay import WRONG_REPLAY
 from oracle.wrong_steps import WRONG_STEPS
 from oracle.wrong_turning import WRONG_TURNING
 
 CONTRACT = tuple(DEFINITIONS)
-WRONGS = [*WRONG_STEPS, *WRONG_LEARNING, *WRONG_TURNING]
+WRONGS = [*WRONG_STEPS, *WRONG_LEARNING, *WRONG_TURNING, *WRONG_REPLAY]
 
 
 def unchanged(f, case: str) -> Measured:

@@ -208,7 +208,7 @@ SURROGATE = {
     ),
     "the weights are capped at 1": surrogate(weigh=lambda loss, w: loss * w.detach().clamp(max=1)),
     "the weights enter squared": surrogate(weigh=lambda loss, w: loss * w.detach() ** 2),
-    "the weights stand inside the clip: the weighted ratio is clipped": weights_inside,
+    "the weights stand inside the clip: the weighted ratio is clipped, like p_theta/p_off": weights_inside,
     "the weights multiply the unclipped term only": weights_unclipped_only,
     "gradient flows through the weights": surrogate(weigh=lambda loss, w: w * loss),
     "gradient flows through the advantages": surrogate(advantage=lambda A: A),
@@ -243,7 +243,9 @@ WEIGHT = {
     "the weights are normalised to sum 1": lambda old, off: (old - off).sum(1).softmax(0),
     "the weights are normalised to mean 1": lambda old, off: (old - off).sum(1).softmax(0) * len(old),
     "the weight's logarithm has a factor 1/2": lambda old, off: ((old - off).sum(1) / 2).exp(),
-    "all weights are 1": lambda old, off: torch.ones(len(old), dtype=torch.float64),
+    "all weights are 1: replayed samples are not corrected": lambda old, off: torch.ones(
+        len(old), dtype=torch.float64
+    ),
 }
 
 WRONG_LEARNING = [

@@ -586,11 +586,47 @@ def gaussian_kl(mean, mean_ref, step_std):
     assert sum("divides by g^2 and so loses the factor dt" in row["meaning"] for row in rows) >= 3
 
 
+NAIVE = (
+    SURROGATE.replace("def clipped_surrogate", "def right_surrogate")
+    + """
+OFF = []
+
+def sequence_weight(log_prob_old, log_prob_off):
+    OFF.append(log_prob_off)
+    return torch.ones(len(log_prob_off), dtype=log_prob_off.dtype)
+
+def clipped_surrogate(log_prob_new, log_prob_old, advantages, clip_range, weights=None):
+    off = OFF.pop() if OFF else None
+    if off is not None and len(off) == len(log_prob_old):
+        log_prob_old = torch.cat([off, log_prob_old[:, off.shape[1] :]], 1)
+    return right_surrogate(log_prob_new, log_prob_old, advantages, clip_range, weights)
+"""
+)
+REPLAYED = {
+    "the naive ratio p_theta/p_off stands in the clip": NAIVE,
+    "all weights are 1: replayed samples are not corrected": SURROGATE
+    + WEIGHT.replace("(log_prob_old - log_prob_off)", "(0 * log_prob_off)"),
+    "the weights stand inside the clip": WEIGHT
+    + SURROGATE.replace("torch.exp(log_prob_new - old)", "w * torch.exp(log_prob_new - old)").replace(
+        "(w * torch.max", "(torch.max"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REPLAYED)
+def test_wrong_corrections_of_replayed_samples_are_named(tmp_path, capsys, words):
+    """By the loss and gradient that both functions make together, at every prefix where the clip bites."""
+    code, rows = hold(tmp_path, capsys, REPLAYED[words] + FLOW + LOG_PROB)
+    meanings = [row["meaning"] for row in rows if "where the clip bites" in row["property"]]
+    assert code == 1 and len(meanings) == 3 and all(words in meaning for meaning in meanings), meanings
+    assert any(words in row["meaning"] for row in rows if "samples replayed for 1 of 2" in row["property"])
+
+
 def test_named_wrong_versions_fail_and_differ():
     """Each fails a property of its function alone, and no two of a function measure the same."""
     seen = {}
     for wrong in WRONGS:
-        functions = checks.Functions({**DEFINITIONS, **wrong.functions})
+        functions = checks.version(wrong)
         concerned = [p for p in PROPERTIES if p.quick and set(wrong.functions) == set(p.needs)]
         outcomes = [checks.measure(p, functions) for p in concerned]
         assert not all(outcome.holds for outcome in outcomes), wrong.sentence
