@@ -67,12 +67,12 @@ class Args(FlowArgs):
     reward: str = "next"
     num_iterations: int = 200
     eval_every: int = 10
-    learning_rate: float = 3.5e-4
+    learning_rate: float = 5e-4
 
     # groups
-    num_prompts: int = 4
+    num_prompts: int = 8
     """P: prompts, one group each, per iteration over all processes."""
-    group_size: int = 8
+    group_size: int = 4
     """G: images per prompt."""
 
     # replay

@@ -116,7 +116,7 @@ TP_ONLY = {
 OP_ONLY = {
     "--hybrid-fraction 1.5": "--hybrid-fraction 1.5: it must be between 0 and 1",
     "--hybrid-fraction nan": "between 0 and 1",
-    "--replays-per-group 8": "--replays-per-group 8: it must be at least 1 and below --group-size",
+    "--replays-per-group 4": "--replays-per-group 4: it must be at least 1 and below --group-size",
     "--replays-per-group 0": "at least 1",
     "--buffer-capacity 0": "at least 1",
     "--reward-decay 0": "above 0 and at most 1",
