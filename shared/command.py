@@ -1,13 +1,18 @@
-"""The command line of an algorithm file: parsing, resuming with the saved settings, errors in one line."""
+"""The command line of an algorithm file: parsing, resuming with the saved settings, errors in one line;
+and stopping on a signal."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import tyro
+from accelerate import Accelerator
 
 from shared.args import flag
 from shared.errors import InputError, RewardError
@@ -79,6 +84,34 @@ def saved_args(args_class: type, folder: str):
         return args_class(**values | {"resume": folder, "output_dir": folder})
     except TypeError as error:
         raise InputError(f"--resume {folder}: its settings are of another version ({error})") from None
+
+
+class StopSignal:
+    """Ctrl-C (SIGINT) or SIGTERM asks the run to stop after the iteration under way; a second signal stops it
+    at once."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator, self.signalled, self.previous = accelerator, False, {}
+
+    def __enter__(self) -> "StopSignal":
+        with contextlib.suppress(ValueError):  # only the main thread may listen
+            self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for which, handler in self.previous.items():
+            signal.signal(which, handler)
+
+    def _handle(self, *_) -> None:
+        if self.signalled:
+            raise KeyboardInterrupt("stopped at once; the last checkpoint stands")
+        self.signalled = True
+        print("\nstopping after this iteration (again: at once)", file=sys.stderr)
+
+    def requested(self) -> bool:
+        """Whether any process was asked to stop; all processes get the same answer."""
+        flag = torch.tensor(float(self.signalled), device=self.accelerator.device)
+        return self.accelerator.reduce(flag, "sum").item() > 0
 
 
 def _leave(message: str, code: int) -> None:

@@ -1,12 +1,9 @@
-"""The folder of a training run: its metrics, checkpoints and pictures; and stopping on a signal."""
+"""The folder of a training run: its iterations, metrics, checkpoints and pictures."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import re
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -18,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm import tqdm
 
+from shared.command import StopSignal
 from shared.errors import InputError
 from shared.pictures import save_reward_curve, save_samples
 from shared.rewards import Reward, Scores
@@ -261,34 +259,6 @@ class Run:
             f"pictures in {self.folder}: {', '.join(sorted(p.name for p in self.folder.glob('*.png')))}\n"
             f"weights: {weights}"
         )
-
-
-class StopSignal:
-    """Ctrl-C (SIGINT) or SIGTERM asks the run to stop after the iteration under way; a second signal stops it
-    at once."""
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator, self.signalled, self.previous = accelerator, False, {}
-
-    def __enter__(self) -> "StopSignal":
-        with contextlib.suppress(ValueError):  # only the main thread may listen
-            self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for which, handler in self.previous.items():
-            signal.signal(which, handler)
-
-    def _handle(self, *_) -> None:
-        if self.signalled:
-            raise KeyboardInterrupt("stopped at once; the last checkpoint stands")
-        self.signalled = True
-        print("\nstopping after this iteration (again: at once)", file=sys.stderr)
-
-    def requested(self) -> bool:
-        """Whether any process was asked to stop; all processes get the same answer."""
-        flag = torch.tensor(float(self.signalled), device=self.accelerator.device)
-        return self.accelerator.reduce(flag, "sum").item() > 0
 
 
 def write_beside(path: Path, write: Callable[[Path], object]) -> None:
