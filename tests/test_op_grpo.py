@@ -415,6 +415,12 @@ def test_weights_reach_the_loss_capped(options, largest, monkeypatch, tmp_path):
     assert_close(batch.weights, gaps.exp())
 
 
+def test_exact_weights_without_a_cap_are_warned_about(tmp_path, capsys):
+    for i, options in enumerate([{"max_weight": math.inf}, {}, {"ratio": "per_dim"}]):
+        run(op_grpo, tmp_path / str(i), num_iterations=1, **options)
+        assert ("warning: --max-weight inf" in capsys.readouterr().err) == (i == 0)
+
+
 @pytest.mark.parametrize("options, prefix", [
     ({}, 5), ({"truncation": False}, 9), ({"truncate_at": 0.01}, 1), ({"sde_window": (0, 4)}, 2),
     ({"sde_window": (3, 7), "correction": False}, 2),
