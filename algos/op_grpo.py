@@ -280,9 +280,7 @@ def train(args: Args) -> list[dict]:
     most = args.max_weight or (1.0 if args.ratio == "exact" else float("inf"))
     run = Run(replace(args, sde_window=window, replays_per_group=m, max_weight=most), accelerator)
     if args.ratio == "exact" and most == float("inf") and accelerator.is_main_process:
-        print(
-            "warning: exact weights without a cap explode (README); expect this run to fail", file=sys.stderr
-        )
+        print("warning: --max-weight inf: exact weights grow without bound in long runs", file=sys.stderr)
 
     sigmas, trained_steps = policy.sigmas(args.num_steps), range(*window)
     n = len(trained_steps)
