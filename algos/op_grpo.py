@@ -88,17 +88,18 @@ class Args(FlowArgs):
     reward_decay: float = 0.95
     """A stored reward counts decay^age times, age in iterations, when a fresh one is compared with it."""
     decay: bool = True
-    """Ablation: --no-decay lets a stored reward keep its worth."""
+    """Ablation of --reward-decay: --no-decay lets a stored reward keep its worth."""
     truncate_at: float = 0.6
     """t_off: the share of the trained steps that is replayed; the rest is sampled anew."""
     truncation: bool = True
-    """Ablation: --no-truncation replays all trained steps."""
+    """Ablation of --truncate-at: --no-truncation replays all trained steps; the m replays are then the
+    same."""
     correction: bool = True
-    """Ablation: --no-correction gives replayed trajectories the weight 1."""
+    """Ablation of the weight: --no-correction gives replayed trajectories the weight 1."""
     naive_ratio: bool = False
     """Ablation: the ratio theta / off under the clip at replayed steps, and no weight."""
     max_weight: float | None = None
-    """Largest weight; inf: any. Default: 1 with --ratio exact, inf with per_dim."""
+    """Largest weight of a replayed trajectory; inf: any. Default: 1 with --ratio exact, inf with per_dim."""
 
     # algorithm
     advantage_std: Literal["group", "batch", "none"] = "group"
@@ -135,7 +136,10 @@ class ReplayBuffer:
         return entry.reward - (1 - self.decay ** (iteration - entry.iteration)) * abs(entry.reward)
 
     def offer(self, new: Replay) -> None:
-        """Store a trajectory, unless its prompt has one worth as much. Of too many, the least goes."""
+        """Store a trajectory, unless its prompt has one worth as much. Of too many, the least goes.
+
+        A reward of 0 does not decay: a stored failure stays, with a falling weight, until a better one comes.
+        """
         old = self.entries.get(new.prompt)
         if old is not None and new.reward <= self.worth(old, new.iteration):
             return
@@ -161,19 +165,17 @@ class ReplayBuffer:
 
 
 def hybrid_groups(
-    groups: list[int], buffer: ReplayBuffer, fraction: float, source: str, generator: torch.Generator
+    groups: list[int], buffer: ReplayBuffer, most: int, source: str, generator: torch.Generator
 ) -> tuple[list[int], list[Replay | None]]:
     """The prompts of an iteration's P groups and what each of them replays, None for a group that does not.
 
-    groups: the prompts that the data set offers. At most floor(fraction P) groups replay. source "dataset":
-    the first of `groups` that have an entry; "buffer": prompts drawn from the buffer, at most half of the
-    groups, in place of the last of `groups`.
+    groups: the prompts that the data set offers. At most `most` groups replay. source "dataset": the first of
+    `groups` that have an entry; "buffer": prompts drawn from the buffer, in place of the last of `groups`.
     """
-    most = int(fraction * len(groups))
     if source == "dataset":
         known = [prompt for prompt in groups if prompt in buffer.entries][:most]
         return groups, [buffer.entries[prompt] if prompt in known else None for prompt in groups]
-    drawn = buffer.sample(min(most, len(groups) // 2), generator)
+    drawn = buffer.sample(most, generator)
     others = [prompt for prompt in groups if prompt not in {replay.prompt for replay in drawn}]
     fresh = others[: len(groups) - len(drawn)]
     return [replay.prompt for replay in drawn] + fresh, drawn + [None] * len(fresh)
@@ -231,8 +233,9 @@ def step_loss(
 
     with ratio = p_theta / p_old, or p_theta / p_off with --naive-ratio. j: index among the trained steps; k:
     its index in the grid sigmas (N+1,). advantages, weights: (B,).
-    Returns the loss () with its gradient, and metrics as floats, None where not computed. clip_fraction_fresh
-    and _replayed: of the steps that `old` sampled, of the replayed ones; _naive: of p_theta / p_off there.
+    Returns the loss () with its gradient; metrics as floats, None where not computed; and of the steps that
+    have an advantage how many are outside the clip range, and how many there are, (3, 2): those that `old`
+    sampled; the replayed ones by p_theta / p_old, and by p_theta / p_off.
     """
     x, x_next = batch.trajectory.latents[:, j], batch.trajectory.latents[:, j + 1]  # (B, *E)
     step = {"noise_level": args.noise_level, "kind": args.sampler}
@@ -252,20 +255,24 @@ def step_loss(
         kl = gaussian_kl(mean, mean_ref, step_std) / entries
         loss = loss + args.beta * (weights * kl).mean()
         metrics["kl"] = kl.mean().item()
-    for name, log_prob, rows in (("fresh", log_prob_old, ~replayed), ("replayed", log_prob_old, replayed),
-                                 ("naive", log_prob_off, replayed)):  # fmt: skip
-        outside = (torch.exp(log_prob_new.detach() - log_prob) - 1).abs()[rows] > args.clip_range
-        metrics["clip_fraction_" + name] = outside.float().mean().item() if len(outside) else None
-    return loss, metrics | {"loss": loss.item()}
+    counts, trained = [], advantages != 0
+    for log_prob, rows in ((log_prob_old, ~replayed), (log_prob_old, replayed), (log_prob_off, replayed)):
+        outside = (torch.exp(log_prob_new.detach() - log_prob) - 1).abs()[rows & trained] > args.clip_range
+        counts.append([int(outside.sum()), len(outside)])
+    return loss, metrics | {"loss": loss.item()}, torch.tensor(counts, dtype=torch.float64)
 
 
 def train(args: Args) -> list[dict]:
     """Train and leave a run folder behind. Returns the metrics of every iteration, as in metrics.jsonl."""
     P, G = args.num_prompts, args.group_size
     m = max(1, G // 4) if args.replays_per_group is None else args.replays_per_group
+    fraction = args.hybrid_fraction
+    hybrid = int(fraction * P + 1e-9) if 0 <= fraction <= 1 else 0  # groups that may replay
+    if args.hybrid_source == "buffer":
+        hybrid = min(hybrid, P // 2)  # or prompts that are not stored would starve
     check_args(
         args,
-        hybrid_fraction=(0 <= args.hybrid_fraction <= 1, "between 0 and 1"),
+        hybrid_fraction=(fraction == 0 or hybrid > 0, "0, or enough for at least one group, and at most 1"),
         replays_per_group=(1 <= m < G, "at least 1 and below --group-size"),
         buffer_capacity=(args.buffer_capacity >= 1, "at least 1"),
         reward_decay=(0 < args.reward_decay <= 1, "above 0 and at most 1"),
@@ -273,13 +280,14 @@ def train(args: Args) -> list[dict]:
         max_weight=(args.max_weight is None or args.max_weight > 0, "above 0"),
     )
     window = args.sde_window or (0, args.num_steps - 1)
-    if window[0] > 0 and args.correction and not args.naive_ratio:
+    if window[0] > 0 and hybrid and args.correction and not args.naive_ratio:
         why = "no weight corrects for the unknown density of a state that ODE steps led to"
         raise InputError(f"--sde-window: {why}: START must be 0, or give --no-correction")
     accelerator, prompts, share, policy, rewards = set_up(args)
-    most = args.max_weight or (1.0 if args.ratio == "exact" else float("inf"))
-    run = Run(replace(args, sde_window=window, replays_per_group=m, max_weight=most), accelerator)
-    if args.ratio == "exact" and most == float("inf") and accelerator.is_main_process:
+    default = 1.0 if args.ratio == "exact" else float("inf")
+    cap = default if args.max_weight is None else args.max_weight
+    run = Run(replace(args, sde_window=window, replays_per_group=m, max_weight=cap), accelerator)
+    if args.ratio == "exact" and cap == float("inf") and accelerator.is_main_process:
         print("warning: --max-weight inf: exact weights grow without bound in long runs", file=sys.stderr)
 
     sigmas, trained_steps = policy.sigmas(args.num_steps), range(*window)
@@ -296,8 +304,8 @@ def train(args: Args) -> list[dict]:
     for iteration in run.iterations():
         seconds: dict[str, float] = {}
         groups = sample_groups(len(prompts), P, args.seed, iteration - 1)
-        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + iteration)
-        groups, stored = hybrid_groups(groups, buffer, args.hybrid_fraction, args.hybrid_source, generator)
+        generator = torch.Generator().manual_seed(2**40 + args.seed * 1_000_003 + iteration)
+        groups, stored = hybrid_groups(groups, buffer, hybrid, args.hybrid_source, generator)
         texts = [prompts[groups[p]] for p in share for _ in range(G)]  # (size,)
         replays = [[stored[p] if i >= G - m else None for i in range(G)] for p in range(P)]
         replayed = torch.tensor([[replay is not None for replay in group] for group in replays])  # (P, G)
@@ -320,7 +328,9 @@ def train(args: Args) -> list[dict]:
         trained = int((advantages != 0).sum()) * n * args.updates_per_rollout  # steps with a signal
         advantages = advantages[share].flatten().to(accelerator.device)  # (size,), of this process
         raw = gather(accelerator, torch.cat([batch.weights for batch in batches])).view(P, G)
-        weights = raw.clamp(max=most) if args.correction and not args.naive_ratio else torch.ones_like(raw)
+        weights = torch.ones_like(raw)  # (P, G)
+        if args.correction and not args.naive_ratio:
+            weights[replayed] = raw[replayed].clamp(max=cap)
         own_weights = weights[share].flatten().to(advantages)  # (size,)
         if iteration == args.num_iterations:  # trajectories that are not trained on, for replay.png
             cond, samples = batches[0].cond, range(size)[chunks[0]]
@@ -329,21 +339,22 @@ def train(args: Args) -> list[dict]:
             before = all_moments(policy, probe, cond, sigmas, window, **step)
 
         with timed(seconds, "update"):
-            step_metrics, grad_norms = [], []
+            step_metrics, grad_norms, counts = [], [], torch.zeros(3, 2, dtype=torch.float64)
             for update in range(args.updates_per_rollout):
                 for batch in batches:
                     for j, k in enumerate(trained_steps):
                         A, w = advantages[batch.rows], own_weights[batch.rows]  # (B,)
-                        weight = len(A) / (size * n)  # so that the sum is a mean over trajectories and steps
+                        part = len(A) / (size * n)  # so that the sum is a mean over trajectories and steps
                         last = batch is batches[-1] and k == trained_steps[-1]
                         if args.beta == 0 and not last and not A.any():
                             continue  # no gradient here; the last one runs always: processes meet there
                         with nullcontext() if last else accelerator.no_sync(policy.module):
-                            loss, metrics = step_loss(policy, batch, j, k, sigmas, A, w, args)
-                            accelerator.backward(weight * loss)
+                            loss, metrics, outside = step_loss(policy, batch, j, k, sigmas, A, w, args)
+                            accelerator.backward(part * loss)
+                        counts += outside
                         if update > 0:
                             del metrics["ratio_deviation"]  # of interest where the ratio must be 1
-                        step_metrics.append((weight, metrics))
+                        step_metrics.append((part, metrics))
                 grad_norms.append(apply_update(accelerator, policy.module, optimizer, args.max_grad_norm))
                 ema.update()
 
@@ -356,12 +367,15 @@ def train(args: Args) -> list[dict]:
             reward = all_rewards[p, best[p]].item()
             buffer.offer(Replay(prompt, reward, iteration, latents[p].clone(), log_prob[p].clone()))
 
+        counts = gather(accelerator, counts[None]).sum(0).tolist()
+        clipped = zip(("fresh", "replayed", "naive"), counts, strict=True)
         metrics = {
             "trained_steps": trained,
             "fresh_reward": all_rewards[~replayed].mean().item(),
             "replayed_reward": all_rewards[replayed].mean().item() if replayed.any() else None,
             "replays": int(replayed.sum()),
             **weight_metrics(raw[replayed], weights[replayed]),
+            **{f"clip_fraction_{name}": o / c if c else None for name, (o, c) in clipped},
             "buffer_size": len(buffer.entries),
             "buffer_age": buffer.age(iteration),
             **average(accelerator, step_metrics),

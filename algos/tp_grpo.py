@@ -259,16 +259,16 @@ def train(args: Args) -> list[dict]:
                 for rows, cond, trajectory in trajectories:
                     for j, k in enumerate(trained_steps):
                         A = advantages[rows, j]  # (B,)
-                        weight = len(A) / (size * n)  # so that the sum is a mean over trajectories and steps
+                        part = len(A) / (size * n)  # so that the sum is a mean over trajectories and steps
                         last = rows is chunks[-1] and k == trained_steps[-1]
                         if args.beta == 0 and not last and not A.any():
                             continue  # no gradient here; the last one runs always: processes meet there
                         with nullcontext() if last else accelerator.no_sync(policy.module):
                             loss, metrics = step_loss(policy, trajectory, j, k, cond, sigmas, A, args)
-                            accelerator.backward(weight * loss)
+                            accelerator.backward(part * loss)
                         if update > 0:
                             del metrics["ratio_deviation"]  # of interest where the ratio must be 1
-                        step_metrics.append((weight, metrics))
+                        step_metrics.append((part, metrics))
                 grad_norms.append(apply_update(accelerator, policy.module, optimizer, args.max_grad_norm))
                 ema.update()
 

@@ -40,13 +40,16 @@ def weight_metrics(weights: Tensor, used: Tensor) -> dict[str, float | None]:
     """How uneven importance weights are. All are None if there are none.
 
     weights, used: (R,), as they are and as capped. Returns weight_mean, weight_max and weight_ess of the used
-    ones, the last being (sum w)^2 / (R sum w^2), the effective share of the samples, and log_weight_mean of
-    the others.
+    ones, the last being (sum w)^2 / (R sum w^2), the effective share of the samples (0 if all are 0), and
+    log_weight_mean of the others, within the range of their dtype.
     """
     names = ("weight_mean", "weight_max", "weight_ess", "log_weight_mean")
     if len(weights) == 0:
         return dict.fromkeys(names)
-    values = (used.mean(), used.max(), used.mean() ** 2 / (used**2).mean(), weights.log().mean())
+    bounds = torch.finfo(weights.dtype)
+    scaled = used / used.max().clamp(min=bounds.tiny)
+    share = scaled.mean() ** 2 / (scaled**2).mean().clamp(min=bounds.tiny)
+    values = (used.mean(), used.max(), share, weights.clamp(bounds.tiny, bounds.max).log().mean())
     return {name: value.item() for name, value in zip(names, values, strict=True)}
 
 

@@ -105,47 +105,49 @@ def save_turning_points(
 def save_replay(
     path: Path, history: list[dict], measured: Tensor, expected: Tensor, sigmas: Tensor, prefix: int
 ) -> None:
-    """Three panels: the weights of replayed trajectories and the ages of stored ones over training; and what
-    one iteration of updates makes of the log-weight of each step.
+    """Four panels: over training the weights of replayed trajectories, the ages of stored ones, and the
+    shares of ratios outside the clip range; and what one iteration of updates makes of the log-weight of each
+    step.
 
     measured, expected: its variance (n,), over trajectories and in closed form; sigmas (n,): where each of
     these steps begins; prefix: the number of steps that are replayed.
     """
-    figure = _figure(7, 9.5)
-    grid = figure.add_gridspec(3, 1, **_margins(figure, 0.3, 0.6, 0.9, 0.3) | {"hspace": 0.35})
-    axes = figure.add_subplot(grid[0])
-    with_replay = [m for m in history if m["replays"]]
-    iterations = [m["iteration"] for m in with_replay]
-    lines = [("weight_mean", BLUE, "-", "mean"), ("weight_max", ORANGE, "--", "largest"),
-             ("weight_ess", GREY, ":", "effective sample size, per sample")]  # fmt: skip
-    for name, color, style, label in lines:
-        axes.plot(iterations, [m[name] for m in with_replay], color=color, linestyle=style, label=label)
-    if with_replay and max(m["weight_max"] for m in with_replay) > 10:
-        axes.set_yscale("log")
-    axes.set(xlabel="iteration", ylabel="weight of\nreplayed trajectories")
-    axes.legend(frameon=False, fontsize=8)
-    axes = figure.add_subplot(grid[1])
-    iterations = [m["iteration"] for m in history]
-    axes.plot(iterations, [m["buffer_age"] for m in history], color=BLUE, label="mean age")
-    sizes = [m["buffer_size"] for m in history]
-    axes.plot(iterations, sizes, color=GREY, linestyle="--", label="stored trajectories")
-    axes.set(xlabel="iteration", ylabel="age in iterations;\nnumber of trajectories")
-    axes.legend(frameon=False, fontsize=8)
-    axes = figure.add_subplot(grid[2])
-    axes.plot(sigmas, expected, color=GREY, label="closed form, E|Δmean|² / std²")
-    axes.plot(sigmas, measured, color=BLUE, linestyle="", marker="o", label="over trajectories")
+    figure = _figure(11, 7.5)
+    grid = figure.add_gridspec(
+        2, 2, **_margins(figure, 0.3, 0.6, 0.8, 0.2) | {"hspace": 0.25, "wspace": 0.25}
+    )
+    panels = [figure.add_subplot(grid[i // 2, i % 2]) for i in range(4)]
+
+    def draw(axes, name: str, color: str, style: str, label: str) -> None:
+        points = [(m["iteration"], m[name]) for m in history if m[name] is not None]
+        axes.plot([i for i, _ in points], [v for _, v in points], style, color=color, label=label)
+
+    draw(panels[0], "weight_mean", BLUE, "-", "mean")
+    draw(panels[0], "weight_ess", GREY, ":", "effective sample size, per sample")
+    if any((m["weight_max"] or 0) > 1 for m in history):
+        draw(panels[0], "weight_max", ORANGE, "--", "largest")
+        panels[0].set_yscale("log")
+    panels[0].set_ylabel("weight of replayed trajectories")
+    draw(panels[1], "buffer_age", BLUE, "-", f"mean of {history[-1]['buffer_size']} stored trajectories")
+    panels[1].set_ylabel("age in iterations")
+    draw(panels[2], "clip_fraction_fresh", GREY, ":", "fresh")
+    draw(panels[2], "clip_fraction_replayed", BLUE, "-", "replayed, theta / old")
+    draw(panels[2], "clip_fraction_naive", ORANGE, "--", "replayed, theta / off (naive)")
+    panels[2].set_ylabel("share of ratios outside the clip range")
+    panels[3].plot(sigmas, expected.cpu(), color=GREY, label="closed form, E|Δmean|² / std²")
+    panels[3].plot(sigmas, measured.cpu(), "o", color=BLUE, label="over trajectories")
     if prefix < len(sigmas):
         between = (sigmas[prefix - 1] + sigmas[prefix]) / 2
-        axes.axvline(between, color=ORANGE, linestyle="--", label="truncation")
+        panels[3].axvline(between, color=ORANGE, linestyle="--", label="truncation")
     if (measured > 0).all() and (expected > 0).all():
-        axes.set_yscale("log")
-    axes.invert_xaxis()
-    axes.set(
-        xlabel="σ where the step begins", ylabel="variance of log p_new - log p_old\nin the last iteration"
-    )
-    axes.legend(frameon=False, fontsize=8)
-    for axes in figure.axes:
+        panels[3].set_yscale("log")
+    panels[3].invert_xaxis()
+    panels[3].set(xlabel="σ where the step begins", ylabel="variance of log p_new / p_old, last iteration")
+    for axes in panels:
         axes.grid(alpha=0.3)
+        axes.set_xlabel(axes.get_xlabel() or "iteration")
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
 

@@ -160,19 +160,21 @@ def all_moments(
 def log_weight_variance(
     latents: Tensor, off: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Variance of the log-weight log p_new - log p_off of each step of trajectories (B, n+1, *E) from `off`.
+    """Variance of the log-weight log p_new - log p_off of each step, given the state, over trajectories
+    (B, n+1, *E) from `off`.
 
-    off, new: their `all_moments` under the two policies.
-    Returns the variance over the trajectories (n,), and in closed form E |mean_new - mean_off|^2 / std^2
-    (n,), which holds for trajectories that `new` was not trained on. For the flow sampler below sigma = 1 it
-    is E |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma).
+    off, new: their `all_moments` under the two policies. Given the state, the log-weight is normal with
+    variance V = |mean_new - mean_off|^2 / std^2 and mean -V/2, if `new` was not trained on these
+    trajectories. Returns the mean over the trajectories of (log-weight + V/2)^2 (n,), and of V (n,), which
+    must agree. For the flow sampler below sigma = 1, V = |dv|^2 dt (1 + a^2/2)^2 (1 - sigma) / (a^2 sigma).
     """
     measured, expected = [], []
     for j, std in enumerate(off[1]):
         x_next, mean_off, mean_new = latents[:, j + 1], off[0][:, j], new[0][:, j]
         log_w = gaussian_log_prob(x_next, mean_new, std) - gaussian_log_prob(x_next, mean_off, std)
-        measured.append(log_w.var(correction=0))
-        expected.append(2 * gaussian_kl(mean_new, mean_off, std).mean())
+        V = 2 * gaussian_kl(mean_new, mean_off, std)
+        measured.append(((log_w + V / 2) ** 2).mean())
+        expected.append(V.mean())
     return torch.stack(measured), torch.stack(expected)
 
 

@@ -1,6 +1,7 @@
 """The folder of a training run: its iterations, metrics, checkpoints and pictures."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -120,6 +121,10 @@ class Run:
             raise InputError(f"{path} does not fit the model: only one of them has {', '.join(differing)}")
         set_values(weights.values(), [state["module"][name] for name in weights])
         set_values(self.ema.average, state["ema"])
+        if state["prompts"] != self._prompts_digest():
+            raise InputError(
+                f"--prompts {self.args.prompts} has changed since the run began: start a new run"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
         if self.buffer is not None:
             self.buffer.load_state_dict(state["buffer"])
@@ -214,6 +219,7 @@ class Run:
         if self.accelerator.is_main_process:
             state = {
                 "eval_before": self.eval_before,
+                "prompts": self._prompts_digest(),
                 "module": self._trainable(),
                 "optimizer": self.optimizer.state_dict(),
                 "ema": self.ema.average,
@@ -225,6 +231,10 @@ class Run:
             for old in _checkpoints(self.folder)[:-CHECKPOINTS_KEPT]:
                 old.unlink()
         self.accelerator.wait_for_everyone()
+
+    def _prompts_digest(self) -> str:
+        text = json.dumps(self.evaluation.all_prompts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _trainable(self) -> dict[str, Tensor]:
         """The trained weights by name, as they are in the model."""

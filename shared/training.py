@@ -34,6 +34,7 @@ class Evaluation:
     def __init__(
         self, policy, prompts: list[Prompt], num_samples: int, num_steps: int, batch_size: int | None
     ):
+        self.all_prompts = prompts
         self.prompts = [prompts[i % len(prompts)] for i in range(num_samples)]
         self.cond = policy.encode(self.prompts)
         self.noise = sample_noise(policy, 0, EVALUATION, range(num_samples), 1)[:, 0]

@@ -586,13 +586,6 @@ MUTANTS = [
         "batch.replayed",
         OP_LOSS,
     ),
-    Mutant(
-        OP + "step_loss",
-        "the naive clip share is the corrected one",
-        '("naive", log_prob_off',
-        '("naive", log_prob_old',
-        OP_LOSS,
-    ),
     Mutant(OP + "ReplayBuffer.worth", "no decay", "self.decay **", "1.0 **", BUFFER),
     Mutant(
         OP + "ReplayBuffer.worth",
@@ -642,23 +635,9 @@ MUTANTS = [
     ),
     Mutant(
         OP + "hybrid_groups",
-        "rounds up",
-        "int(fraction * len(groups))",
-        "round(fraction * len(groups))",
-        "test_op_grpo.test_hybrid_groups_of_the_dataset",
-    ),
-    Mutant(
-        OP + "hybrid_groups",
         "a prompt twice in an iteration",
         "if prompt not in {replay.prompt for replay in drawn}]",
         "]",
-        "test_op_grpo.test_hybrid_groups_of_the_buffer",
-    ),
-    Mutant(
-        OP + "hybrid_groups",
-        "unseen prompts starve",
-        "min(most, len(groups) // 2)",
-        "most",
         "test_op_grpo.test_hybrid_groups_of_the_buffer",
     ),
     Mutant(
@@ -709,18 +688,18 @@ MUTANTS = [
     Mutant(
         GRPO + "weight_metrics",
         "the share is the number of samples",
-        "used.mean() ** 2 /",
-        "len(used) * used.mean() ** 2 /",
+        "scaled.mean() ** 2 /",
+        "len(used) * scaled.mean() ** 2 /",
         UNEVEN,
     ),
     Mutant(
         GRPO + "weight_metrics",
         "the logarithm of the mean",
-        "weights.log().mean()",
-        "weights.mean().log()",
+        "bounds.max).log().mean()",
+        "bounds.max).mean().log()",
         UNEVEN,
     ),
-    Mutant(GRPO + "weight_metrics", "reports the weights without cap", "used.max()", "weights.max()", UNEVEN),
+    Mutant(GRPO + "weight_metrics", "reports the weights without cap", "used.max(), share", "weights.max(), share", UNEVEN),
     Mutant(TRAINING + "set_up", "prompts are not checked", "policy.encode(prompts)", "pass", SET_UP),
     Mutant(
         TRAINING + "prepare", "no weight decay", "weight_decay=args.weight_decay", "weight_decay=0.0", SET_UP
@@ -731,6 +710,49 @@ MUTANTS = [
         "args.learning_rate",
         "args.weight_decay",
         SET_UP,
+    ),
+    Mutant(
+        OP + "step_loss",
+        "the naive clip count is the corrected one",
+        "(log_prob_off, replayed)):",
+        "(log_prob_old, replayed)):",
+        OP_LOSS,
+    ),
+    Mutant(OP + "step_loss", "steps without an advantage count", "rows & trained]", "rows]", OP_LOSS),
+    Mutant(
+        OP + "ReplayBuffer.age",
+        "the age of the first",
+        "self.entries.values()) / len(self.entries)",
+        "list(self.entries.values())[:1])",
+        "test_op_grpo.test_ages_are_averaged",
+    ),
+    Mutant(
+        OP + "ReplayBuffer.load_state_dict",
+        "keyed by place",
+        'entry["prompt"]: Replay',
+        "len(entry): Replay",
+        "test_op_grpo.test_the_state_of_the_buffer_is_all_of_it",
+    ),
+    Mutant(
+        OP + "ReplayBuffer.state_dict",
+        "drops the last entry",
+        "self.entries.values()]",
+        "list(self.entries.values())[:-1]]",
+        "test_op_grpo.test_the_state_of_the_buffer_is_all_of_it",
+    ),
+    Mutant(
+        ROLLOUT + "log_weight_variance",
+        "the variance over trajectories",
+        "((log_w + V / 2) ** 2).mean()",
+        "log_w.var(correction=0)",
+        VARIANCE,
+    ),
+    Mutant(
+        GRPO + "weight_metrics",
+        "weights that vanish have no logarithm",
+        ".clamp(bounds.tiny, bounds.max).log()",
+        ".log()",
+        UNEVEN,
     ),
     # ---- around the algorithms ----
     Mutant(

@@ -114,8 +114,11 @@ TP_ONLY = {
     "--completion-batch-size 0": "--completion-batch-size 0: it must be at least 1",
 }
 OP_ONLY = {
-    "--hybrid-fraction 1.5": "--hybrid-fraction 1.5: it must be between 0 and 1",
-    "--hybrid-fraction nan": "between 0 and 1",
+    "--hybrid-fraction 1.5": "--hybrid-fraction 1.5: it must be 0, or enough for at least one group",
+    "--hybrid-fraction nan": "and at most 1",
+    "--hybrid-fraction -0.1": "0, or enough",
+    "--hybrid-fraction 0.12": "0, or enough for at least one group",
+    "--hybrid-source buffer --num-prompts 1": "0, or enough for at least one group",
     "--replays-per-group 4": "--replays-per-group 4: it must be at least 1 and below --group-size",
     "--replays-per-group 0": "at least 1",
     "--buffer-capacity 0": "at least 1",

@@ -147,4 +147,6 @@ def test_weight_metrics():
     assert metrics["weight_ess"] == pytest.approx(2.75**2 / (4 * 2.3125))
     assert metrics["log_weight_mean"] == pytest.approx(np.log([0.5, 4.0, 0.25, 1.0]).mean())
     assert weight_metrics(torch.ones(3), torch.ones(3))["weight_ess"] == 1.0
+    vanished = weight_metrics(torch.tensor([0.0, torch.inf]).double(), torch.zeros(2).double())
+    assert vanished["weight_ess"] == 0.0 and abs(vanished["log_weight_mean"]) < 1.0  # -708 and 710 stand in
     assert set(weight_metrics(weights[:0], weights[:0]).values()) == {None} and len(metrics) == 4

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_training import run, without_times
+from safetensors.torch import load_file
+from test_training import SMALL, run, without_times
 from torch.testing import assert_close
 
 from algos import flow_grpo, op_grpo
@@ -23,8 +24,10 @@ from algos.op_grpo import (
     step_loss,
 )
 from oracle import gaussian
+from shared.command import saved_args
 from shared.policies.digits import DigitsPolicy
 from shared.prompts import load_prompts
+from shared.rewards import REWARDS
 from shared.rollout import rollout, sample_noise
 from shared.sde import shifted_sigmas
 
@@ -133,22 +136,36 @@ def test_the_buffer_survives_a_checkpoint_bit_for_bit(tmp_path):
         assert a.latents.dtype == b.latents.dtype
 
 
+def test_the_state_of_the_buffer_is_all_of_it():
+    buffer, again = ReplayBuffer(9, 0.9), ReplayBuffer(9, 0.9)
+    for prompt in (4, 2):
+        buffer.offer(replay(prompt, 0.3, 5))
+    again.load_state_dict(buffer.state_dict())
+    assert again.entries == buffer.entries and list(again.entries) == [4, 2]
+
+
+def test_ages_are_averaged():
+    buffer = ReplayBuffer(9, 0.9)
+    for prompt, iteration in [(0, 1), (1, 4), (2, 5)]:
+        buffer.offer(replay(prompt, iteration=iteration))
+    assert buffer.age(7) == pytest.approx(11 / 3)
+
+
 def test_hybrid_groups_of_the_dataset():
     buffer, generator = ReplayBuffer(9, 0.9), torch.Generator()
     for prompt in (5, 2, 8):
         buffer.offer(replay(prompt))
     groups = [1, 5, 8, 2]
 
-    def places(fraction):
-        prompts, stored = hybrid_groups(groups, buffer, fraction, "dataset", generator)
+    def places(most):
+        prompts, stored = hybrid_groups(groups, buffer, most, "dataset", generator)
         assert prompts == groups and all(
             r is None or r.prompt == g for g, r in zip(groups, stored, strict=True)
         )
         return [r is not None for r in stored]
 
-    assert places(1.0) == [False, True, True, True]
-    assert places(0.5) == [False, True, True, False]
-    assert places(0.49) == [False, True, False, False] and places(0.0) == [False] * 4
+    assert places(4) == [False, True, True, True] and places(2) == [False, True, True, False]
+    assert places(1) == [False, True, False, False] and places(0) == [False] * 4
 
 
 def test_hybrid_groups_of_the_buffer():
@@ -157,11 +174,11 @@ def test_hybrid_groups_of_the_buffer():
         buffer.offer(replay(prompt))
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        prompts, stored = hybrid_groups([1, 5, 8, 2], buffer, 1.0, "buffer", generator)
+        prompts, stored = hybrid_groups([1, 5, 8, 2], buffer, 2, "buffer", generator)
         assert len(set(prompts)) == 4 and [r is not None for r in stored] == [True, True, False, False]
         assert all(r.prompt == g for g, r in zip(prompts[:2], stored[:2], strict=True))
         assert prompts[2:] == [g for g in [1, 5, 8, 2] if g not in prompts[:2]][:2]
-    assert hybrid_groups([1, 5], buffer, 0.4, "buffer", generator) == ([1, 5], [None, None])
+    assert hybrid_groups([1, 5], buffer, 0, "buffer", generator) == ([1, 5], [None, None])
 
 
 # ---- the correction, exactly: one dimension, three stochastic steps and an ODE step, by quadrature
@@ -300,9 +317,9 @@ def test_step_loss_off_policy(ratio, naive, j):
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         policy.module.outputs[1].weight += 0.02 * torch.randn(64, 256, generator=generator)
-    A = torch.tensor([1.0, -1.0, 0.5, 2.0])
+    A = torch.tensor([1.0, -1.0, 0.5, 0.0])
     args = Args(ratio=ratio, beta=0.3, clip_range=0.05, naive_ratio=naive)
-    loss, metrics = step_loss(policy, batch, j, j, sigmas, A, w, args)
+    loss, metrics, counts = step_loss(policy, batch, j, j, sigmas, A, w, args)
     gradient = torch.autograd.grad(loss, policy.module.outputs[1].bias)[0]
 
     sigma = 1 - j / 10
@@ -324,16 +341,14 @@ def test_step_loss_off_policy(ratio, naive, j):
     assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-4 * float(expected_gradient.abs().max()))
     assert metrics["kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
 
-    def share(log, rows):
-        return ((log.exp() - 1).abs()[rows] > 0.05).float().mean().item()
+    def count(log, rows):  # outside the clip range, of those that have an advantage
+        return [int(((log.exp() - 1).abs()[rows] > 0.05).sum()), len(rows)]
 
     if j < 5:
-        assert metrics["clip_fraction_fresh"] == share(log_ratio, ~replayed)
-        assert metrics["clip_fraction_replayed"] == share(log_ratio, replayed)
-        assert metrics["clip_fraction_naive"] == share(behind, replayed) == 1.0
+        expected = [count(log_ratio, [0]), count(log_ratio, [1, 2]), count(behind, [1, 2])]
+        assert expected[2] == [2, 2] and counts.tolist() == expected
     else:
-        assert metrics["clip_fraction_fresh"] == share(log_ratio, slice(None))
-        assert metrics["clip_fraction_replayed"] is metrics["clip_fraction_naive"] is None
+        assert counts.tolist() == [count(log_ratio, [0, 1, 2]), [0, 0], [0, 0]]
 
 
 # ---- whole runs
@@ -358,7 +373,8 @@ def spied(monkeypatch, tmp_path, **options):
     monkeypatch.setattr(
         op_grpo, "hybrid_rollout", lambda *a: seen.batches.append((a[1], sampled(*a))) or seen.batches[-1][1]
     )
-    seen.history, _ = run(op_grpo, tmp_path / "run", num_iterations=3, learning_rate=2e-3, **options)
+    options = {"num_iterations": 3, "learning_rate": 2e-3} | options
+    seen.history, _ = run(op_grpo, tmp_path / "run", **options)
     return seen
 
 
@@ -396,23 +412,111 @@ def test_the_best_fresh_trajectory_is_offered(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("options, largest", [
-    ({}, 1.0), ({"max_weight": 0.9}, 0.9), ({"max_weight": math.inf}, math.inf), ({"ratio": "per_dim"},
-    math.inf), ({"correction": False}, None), ({"naive_ratio": True}, None),
+    ({}, 1.0), ({"max_weight": 0.9}, 0.9), ({"max_weight": math.inf}, math.inf),
+    ({"ratio": "per_dim"}, math.inf), ({"correction": False}, None), ({"naive_ratio": True}, None),
 ], ids=str)  # fmt: skip
-def test_weights_reach_the_loss_capped(options, largest, monkeypatch, tmp_path):
-    seen = spied(monkeypatch, tmp_path, group_size=6, replays_per_group=3, **options)
-    batch, weights = seen.losses[-1][1], seen.losses[-1][6]
-    raw = batch.weights.float()
-    assert (raw[batch.replayed] != 1).all() and (raw[~batch.replayed] == 1).all()
-    expected = torch.ones_like(raw) if largest is None else raw.clamp(max=largest)
-    assert torch.equal(weights, expected)
-    used, last = weights[batch.replayed], seen.history[-1]
-    assert last["weight_mean"] == pytest.approx(used.mean().item())
-    assert last["weight_max"] == pytest.approx(used.max().item())
-    assert last["log_weight_mean"] == pytest.approx(raw[batch.replayed].log().mean().item(), rel=1e-4)
+def test_weights_reach_every_loss_capped(options, largest, monkeypatch, tmp_path):
+    """All steps of all updates, prefix and new ends: the weight of a fresh trajectory is 1, of a replayed one
+    its sequence weight up to the cap; there are some on both sides of 1. The advantage is that of its new
+    image."""
+    scored, advantages = [], op_grpo.group_advantages
+    monkeypatch.setattr(op_grpo, "group_advantages", lambda r, std: scored.append(r) or advantages(r, std))
+    options = {
+        "group_size": 6,
+        "replays_per_group": 3,
+        "updates_per_rollout": 2,
+        "micro_batch_size": 7,
+    } | options
+    seen = spied(monkeypatch, tmp_path, **options)
+    judge, policy = REWARDS["label"]("cpu"), DigitsPolicy()
+    raws = torch.cat([batch.weights[batch.replayed] for _, batch in seen.batches])
+    assert (raws > 1.001).any() and (
+        (raws < 0.999).any() or options.get("ratio") or options.get("naive_ratio")
+    )
+    assert len(seen.losses) == 3 * 2 * 3 * 9  # iterations, updates, micro-batches, steps
+    for i, (_, batch, j, k, _, A, weights, _) in enumerate(seen.losses):
+        assert j == k == i % 9
+        expected = torch.ones(len(weights))
+        if largest is not None:
+            expected[batch.replayed] = batch.weights[batch.replayed].float().clamp(max=largest)
+        assert torch.equal(weights, expected)
+        assert torch.equal(A, advantages(scored[i // 54]).flatten()[batch.rows])
+        prompts = load_prompts(SMALL["prompts"])
+        names = {1: prompts[0], 4: prompts[1], 7: prompts[2]}
+        own = judge(policy.decode(batch.trajectory.final), [names[c] for c in batch.cond["label"].tolist()])
+        assert_close(own, scored[i // 54].flatten()[batch.rows], rtol=1e-4, atol=1e-5)
     entries = 64 if options.get("ratio") == "per_dim" else 1
-    gaps = (batch.trajectory.log_prob[:, :5] - batch.log_prob_off).double().sum(1) / entries
-    assert_close(batch.weights, gaps.exp())
+    replayed = torch.tensor([[False] * 3 + [True] * 3] * 3)
+    for iteration, m in enumerate(seen.history):
+        batches = [batch for _, batch in seen.batches[3 * iteration : 3 * iteration + 3]]
+        assert m["fresh_reward"] == pytest.approx(
+            scored[iteration][~replayed if iteration else slice(None)].mean().item()
+        )
+        if iteration == 0:
+            assert m["replayed_reward"] is m["weight_mean"] is m["log_weight_mean"] is None
+            continue
+        raw = torch.cat([batch.weights for batch in batches]).view(3, 6)[replayed]
+        gaps = (
+            torch.cat([b.trajectory.log_prob[:, :5] - b.log_prob_off for b in batches]).double().sum(1)
+            / entries
+        )
+        assert_close(raw, gaps.exp().view(3, 6)[replayed])
+        used = torch.ones_like(raw) if largest is None else raw.clamp(max=largest)
+        assert m["replayed_reward"] == pytest.approx(scored[iteration][replayed].mean().item())
+        assert m["weight_mean"] == pytest.approx(used.mean().item()) and m["weight_max"] == pytest.approx(
+            used.max().item()
+        )
+        assert m["log_weight_mean"] == pytest.approx(raw.log().mean().item(), rel=1e-4, abs=1e-6)
+        assert m["buffer_size"] == 3 and m["replays"] == 9
+
+
+def test_groups_from_the_buffer_keep_their_prompts(monkeypatch, tmp_path):
+    """Two of four groups are drawn: images are made, scored, trained and offered under the drawn prompts."""
+    seen = spied(monkeypatch, tmp_path, prompts="digits", num_prompts=4, hybrid_source="buffer")
+    for iteration, (stored, batch) in enumerate(seen.batches):
+        labels = batch.cond["label"].view(4, 4)
+        offered = [o.prompt for o in seen.offers[4 * iteration : 4 * iteration + 4]]
+        assert labels.tolist() == [[prompt] * 4 for prompt in offered] and len(set(offered)) == 4
+        assert [r is not None for r in stored] == (
+            [False, False, False, True] * 2 + [False] * 8 if iteration else [False] * 16
+        )
+        assert all(r is None or r.prompt == labels.flatten()[i] for i, r in enumerate(stored))
+
+
+def test_clip_fractions_do_not_depend_on_micro_batches(tmp_path):
+    options = {"num_iterations": 3, "updates_per_rollout": 3, "learning_rate": 2e-3, "group_size": 5}
+    keys = [f"clip_fraction_{name}" for name in ("fresh", "replayed", "naive")]
+    runs = [run(op_grpo, tmp_path / str(size), micro_batch_size=size, **options)[0] for size in (None, 4)]
+    for whole, parts in zip(*runs, strict=True):
+        assert [whole[key] for key in keys] == [pytest.approx(parts[key]) for key in keys]
+    assert [m["clip_fraction_naive"] is None for m in runs[0]] == [True, False, False]
+    assert 0 < runs[0][-1]["clip_fraction_fresh"] < 1
+
+
+def test_resume_is_exact_with_everything(tmp_path):
+    """A buffer that is too small, drawn from, in bfloat16."""
+    options = {"prompts": "digits", "num_prompts": 4, "hybrid_source": "buffer", "buffer_capacity": 3}
+    options |= {"storage_dtype": "bfloat16", "checkpoint_every": 2, "updates_per_rollout": 2}
+    straight, weights = run(op_grpo, tmp_path / "straight", num_iterations=6, **options)
+    run(op_grpo, tmp_path / "resumed", num_iterations=4, **options)
+    args = saved_args(Args, str(tmp_path / "resumed"))
+    args.num_iterations = 6
+    assert without_times(op_grpo.train(args)) == without_times(straight)
+    again = load_file(tmp_path / "resumed" / "digits.safetensors")
+    assert all(torch.equal(again[key], weights[key]) for key in weights)
+    state = torch.load(tmp_path / "resumed" / "checkpoints" / "000006.pt", weights_only=True)
+    assert [e["latents"].dtype for e in state["buffer"]["entries"]] == [torch.bfloat16] * 3
+
+
+def test_the_picture_shows_what_the_updates_changed(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(op_grpo, "save_replay", lambda *a: drawn.append(a))
+    history, _ = run(op_grpo, tmp_path / "run", learning_rate=2e-3)
+    path, shown, measured, expected, sigmas, prefix = drawn[0]
+    assert len(drawn) == 1 and path.name == "replay.png" and shown == history and prefix == 5
+    assert (expected > 0).all() and (measured > 0).all()
+    assert_close(sigmas, torch.linspace(1, 0.2, 9).to(sigmas), rtol=1e-6, atol=1e-6)
+    assert 0.2 < (measured.sum() / expected.sum()) < 5  # twelve trajectories that were not trained on
 
 
 def test_exact_weights_without_a_cap_are_warned_about(tmp_path, capsys):

@@ -220,6 +220,16 @@ def test_prompts_are_found_when_a_run_is_resumed_from_another_folder(tmp_path, m
     assert len(flow_grpo.train(args)) == 2
 
 
+def test_a_changed_prompts_file_is_refused_when_a_run_is_resumed(tmp_path):
+    (tmp_path / "three.txt").write_text("a one\na two\na three\n")
+    run(flow_grpo, tmp_path / "run", prompts=str(tmp_path / "three.txt"), num_iterations=1)
+    (tmp_path / "three.txt").write_text("a one\na two\na four\n")
+    args = saved_args(flow_grpo.Args, str(tmp_path / "run"))
+    args.num_iterations = 2
+    with pytest.raises(InputError, match="three.txt has changed since the run began"):
+        flow_grpo.train(args)
+
+
 def test_evaluation_and_export_use_the_averaged_weights(tmp_path):
     history, exported = run(flow_grpo, tmp_path / "run", ema_decay=0.75)
     state = torch.load(tmp_path / "run" / "checkpoints" / "000002.pt", weights_only=True)
