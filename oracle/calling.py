@@ -1,6 +1,7 @@
 """How contract functions are called, and in which arithmetic they compute."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +35,12 @@ class Functions:
         return call
 
     def typical(self, name: str) -> Callable:
-        """What `example` has arguments for: a function, or the kernel of a path."""
+        """What `example` has arguments for: a function, or the methods of a path."""
         if name == "MixturePath":
-            return self.MixturePath(4, corrector=0.25).kernel
+            return _methods(self.MixturePath(4, corrector=0.3125))  # its rates are not exact in float32
         if name == "MetricPath":
             line = torch.arange(4, dtype=torch.float64)
-            return self.MetricPath((line - line[:, None]) ** 2).kernel
+            return _methods(self.MetricPath((line - line[:, None]) ** 2))
         return self.raw[name]
 
     def plainly(self, name: str, *args, **kwargs):
@@ -69,6 +70,16 @@ def example(name: str, functions: Functions) -> tuple[tuple, dict]:
         "sequence_weight": ((numbers, other), {}),
     }
     return examples[name]
+
+
+def _methods(path: Any) -> Callable:
+    """All methods of a path in one call: rates, kernel and column."""
+
+    def call(x: Tensor, x1: Tensor, t: float, h: float) -> tuple[Tensor, ...]:
+        column = path.log_kernel_column(x, x1, t, h, jump="exp", last=False)
+        return path.rates(x, x1, t), path.kernel(x, x1, t, h), column.exp()
+
+    return call
 
 
 def _logits() -> tuple[Tensor, Tensor]:

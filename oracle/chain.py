@@ -181,9 +181,9 @@ def released_table(path: Path, posterior: Tensor, step: Step, n: int) -> Tensor:
             mean = [sum(by_v[v][y] for v in draws) / n for y in V]
             total = sum(mean)
             chance = math.exp(log_jump(step.h * total, step.jump))
-            moves = torch.tensor([q / total * chance if total > 0 else 0.0 for q in mean]).double()
+            moves = [q / total * chance if total > 0 else 0.0 for q in mean]
             moves[x] = 1 - chance
-            row = row + posterior[x, list(draws)].prod() * moves
+            row = row + posterior[x, list(draws)].prod() * torch.tensor(moves, dtype=torch.float64)
         rows.append(row)
     return torch.stack(rows)
 

@@ -123,8 +123,10 @@ def _(f):
 
 
 @check("MetricPath", "from_embeddings: distance of directions, squared twice",
-       "d(x, v) = (|e_x/|e_x| - e_v/|e_v||^2)^2", cases=("rates",))  # fmt: skip
-def _(f, case):
+       "d(x, v) = (|e_x/|e_x| - e_v/|e_v||^2)^2")  # fmt: skip
+def _(f):
+    if getattr(f.MetricPath, "from_embeddings", None) is None:
+        raise NotImplementedError("MetricPath.from_embeddings")
     weight = draw(300, 5, 3) * numbers([[1.0], [0.5], [4.0], [2.0], [0.25]])
     found, known = (g.MetricPath.from_embeddings(weight.clone()) for g in (f, Functions(PATHS)))
     return measured(all_rates(found, 5, T), all_rates(known, 5, T))
@@ -174,12 +176,17 @@ def _(f, case):
 @check("MixturePath", "{case}: the last step is X1", LAST, cases=MIXTURES)
 @check("MetricPath", "{case}: the last step is X1", LAST, cases=METRICS)
 def _(f, case):
-    path, V = build(f, case), exact(case).law.vocab_size
-    eye = torch.eye(V, dtype=torch.float64)
-    steps = [(0.875, 0.125, True, jump) for jump in JUMPS]
-    kernel = torch.cat([all_kernels(path, V, *step) for step in steps])
-    column = torch.cat([all_columns(path, V, *step).exp() for step in steps])
-    return Measured(torch.cat([kernel, column]), eye.repeat(V, 1, 1).flatten().repeat(4))
+    V, eye = exact(case).law.vocab_size, torch.eye(exact(case).law.vocab_size, dtype=torch.float64)
+    found = [all_kernels(build(f, case), V, 0.875, 0.125, True, jump) for jump in JUMPS]
+    return Measured(torch.cat(found), eye.repeat(2 * V, 1, 1).flatten())
+
+
+@check("MixturePath", "{case}: log q(x_next | x, .) at the last step", LAST, cases=MIXTURES)
+@check("MetricPath", "{case}: log q(x_next | x, .) at the last step", LAST, cases=METRICS)
+def _(f, case):
+    V, eye = exact(case).law.vocab_size, torch.eye(exact(case).law.vocab_size, dtype=torch.float64)
+    found = [all_columns(build(f, case), V, 0.875, 0.125, True, jump) for jump in JUMPS]
+    return logs(torch.cat(found), eye.repeat(2 * V, 1, 1).flatten().log())
 
 
 PLAIN = ("uniform source", "masked source", "uniform source, kappa = t^2")
