@@ -29,7 +29,7 @@ KL = "sum_v p(v) log(p(v)/p_ref(v))"
 
 # ---- mc_log_ratio
 
-UP_TO = {"n = 1": 1, "n = 2": 2, "n = 3": 3, "n = 4": 4}
+UP_TO = {f"n = {n}": n for n in (1, 2, 3, 4)}
 
 
 class Draws:

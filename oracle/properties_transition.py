@@ -270,7 +270,7 @@ def one() -> Tensor:
 
 # ---- sample_step: frequencies, with bounds that a right implementation exceeds less than once in a million
 
-COUNT = 40_000
+COUNT = 10_000
 
 
 @check("sample_step", "{case}: frequencies of (X1, x_next)", "p(v) q(y | x, v)", cases=CASES, lent=LENT,

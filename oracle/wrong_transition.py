@@ -84,7 +84,7 @@ TRANSITION = {
     "the terms' logarithms are summed over v: it must be logsumexp": transition(
         reduce=lambda log_p, log_q: clean(log_p + log_q).sum(-1)
     ),
-    "it is log p(v = x_next), the joint ratio of no draw: the kernel is missing": transition(
+    "it is log p(v = x_next): the kernel is missing": transition(
         finish=lambda found, logits, x, y, last: at(logits, y)
     ),
     "the chance of the move is left out: a moved token has log p(v = x_next)": transition(
