@@ -24,7 +24,10 @@ from oracle.checks import Property, Row, examine
 from oracle.properties import CONTRACT, PROPERTIES, WRONGS
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = ("shared/sde.py", "shared/grpo.py", "algos/tp_grpo.py", "algos/op_grpo.py")
+PROJECT = (
+    *(f"shared/{name}.py" for name in ("sde", "grpo", "ctmc")),
+    *(f"algos/{name}.py" for name in ("tp_grpo", "op_grpo", "dflow_grpo")),
+)
 
 
 class Unusable(Exception):

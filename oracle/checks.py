@@ -42,6 +42,7 @@ class Property(NamedTuple):
     measure: Callable[[Functions], Measured]
     tolerance: float | None = None  # None: that of the arithmetic
     quick: bool = True  # cheap enough to be measured on every wrong version
+    lent: tuple[str, ...] = ()  # what else it calls: the file's, or the oracle's where the file has none
 
     def __str__(self) -> str:
         return f"{self.function}: {self.name}"
@@ -129,7 +130,7 @@ def examine(functions: dict[str, Callable], properties: list[Property], wrongs: 
         if missing:
             absent[prop] = f"lacks {', '.join(missing)}"
             continue
-        single = any(precision[name] == "float32" for name in prop.needs)
+        single = any(precision.get(name) == "float32" for name in (*prop.needs, *prop.lent))
         try:
             outcomes[prop] = measure(prop, checked, "float32" if single else "float64")
         except NotImplementedError as reason:
@@ -153,24 +154,26 @@ class Diagnosis:
     def __init__(self, outcomes: list[Outcome], wrongs: list[Wrong]):
         self.outcomes, self.wrongs = outcomes, wrongs
         self.named: list[Wrong] = []
-        simple = [o for o in outcomes if not o.holds and len(o.property.needs) == 1]
+        alone = [o for o in outcomes if len(o.property.needs) == 1 and not o.property.lent]
+        simple = [o for o in alone if not o.holds]
+        self.spoilt = list(dict.fromkeys(failure.property.function for failure in simple))
         for failure in simple:
             if failure.property.quick and not failure.error:
                 self.named += self.best(self.suspects(failure, self.wrongs))
-        self.spoilt = list(dict.fromkeys(failure.property.function for failure in simple))
 
     def meaning(self, failure: Outcome) -> str:
         """A sentence for a failed property."""
         if failure.error:
             return failure.error
-        causes = [function for function in self.spoilt if function in failure.property.needs]
+        causes = [function for function in self.spoilt if function in self.concerned(failure)]
+        several = len(self.concerned(failure)) > 1
         wrongs = self.wrongs
-        if causes and (len(failure.property.needs) > 1 or not failure.property.quick):
+        if causes and (several or not failure.property.quick):
             wrongs = self.named + [wrong for wrong in self.wrongs if len(wrong.functions) > 1]
         best = self.best(self.suspects(failure, wrongs))
         if best:
             return best[0].sentence
-        if len(failure.property.needs) > 1 and causes:
+        if several and causes:
             return f"follows from the failures of {', '.join(causes)}"
         return pattern(failure)
 
@@ -188,8 +191,13 @@ class Diagnosis:
         relevant = [o for o in relevant if len(o.property.needs) == len(wrong.functions)] or relevant
         return sum(self.likeness(wrong, o) for o in relevant) / max(len(relevant), 1)
 
+    def concerned(self, outcome: Outcome) -> list[str]:
+        """What a failure may come from: what it needs, and what it was lent if that fails by itself."""
+        needs, lent = outcome.property.needs, outcome.property.lent
+        return [*needs, *(name for name in lent if name in self.spoilt)]
+
     def relevant(self, wrong: Wrong, outcome: Outcome) -> bool:
-        return all(name in outcome.property.needs for name in wrong.functions)
+        return all(name in self.concerned(outcome) for name in wrong.functions)
 
     def agrees(self, wrong: Wrong, outcome: Outcome) -> bool:
         return self.likeness(wrong, outcome) == 1.0
@@ -204,7 +212,8 @@ class Diagnosis:
             return 0.0 if outcome.holds else 0.5
         if (largest_deviation(observed, measured) <= outcome.tolerance) != outcome.holds:
             return 0.0
-        slack = AGREEMENT * TOLERANCE[outcome.arithmetic] * measured.scale * found.abs().clamp(min=1)
+        slack = AGREEMENT * TOLERANCE[outcome.arithmetic] * found.abs().clamp(min=1)
+        slack = slack.clamp(min=outcome.property.tolerance or 0.0) * measured.scale
         same = ((observed - found).abs() <= slack) | (observed == found) | (observed.isnan() & found.isnan())
         return 1.0 if same.all() else 0.5
 

@@ -1,4 +1,5 @@
-"""The contract functions once more, as literally as their equations read: slow, float64, no shortcuts.
+"""The contract functions once more, as literally as their equations read: slow, float64, no shortcuts. Those
+of discrete flows stand in `oracle.definitions_discrete`.
 
 The checks use them for the functions that a check does not look at, and the named wrong versions depart from
 them. tests/test_oracle.py holds them against independent means. Arguments and results are those of the
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oracle.definitions_discrete import DISCRETE
 from oracle.gaussian import awarded_rewards, balanced_points, is_turning_point, step_coefficients
 
 
@@ -160,5 +162,6 @@ DEFINITIONS: dict[str, Callable] = {
     for f in (
         shifted_sigmas, ode_step, transition, gaussian_log_prob, gaussian_kl, group_advantages,
         clipped_surrogate, incremental_rewards, turning_points, balance, step_rewards, sequence_weight,
+        *DISCRETE,
     )
 }  # fmt: skip

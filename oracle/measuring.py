@@ -30,7 +30,15 @@ PROPERTIES: list[Property] = []
 
 
 def check(
-    function: str, name: str, equation: str | dict, *, cases=(None,), needs=(), tolerance=None, quick=True
+    function: str,
+    name: str,
+    equation: str | dict,
+    *,
+    cases=(None,),
+    needs=(),
+    tolerance=None,
+    quick=True,
+    lent=(),
 ):
     """Register a property, one row for each case: {case} in its name is replaced; equation may be by case."""
 
@@ -45,6 +53,7 @@ def check(
                     measure if case is None else partial(measure, case=case),
                     tolerance,
                     quick,
+                    lent,
                 )
             )
         return measure

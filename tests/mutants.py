@@ -699,7 +699,13 @@ MUTANTS = [
         "bounds.max).mean().log()",
         UNEVEN,
     ),
-    Mutant(GRPO + "weight_metrics", "reports the weights without cap", "used.max(), share", "weights.max(), share", UNEVEN),
+    Mutant(
+        GRPO + "weight_metrics",
+        "reports the weights without cap",
+        "used.max(), share",
+        "weights.max(), share",
+        UNEVEN,
+    ),
     Mutant(TRAINING + "set_up", "prompts are not checked", "policy.encode(prompts)", "pass", SET_UP),
     Mutant(
         TRAINING + "prepare", "no weight decay", "weight_decay=args.weight_decay", "weight_decay=0.0", SET_UP
