@@ -413,7 +413,8 @@ def test_the_best_fresh_trajectory_is_offered(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("options, largest", [
     ({}, 1.0), ({"max_weight": 0.9}, 0.9), ({"max_weight": math.inf}, math.inf),
-    ({"ratio": "per_dim"}, math.inf), ({"correction": False}, None), ({"naive_ratio": True, "max_weight": 0.5}, None),
+    ({"ratio": "per_dim"}, math.inf), ({"correction": False}, None),
+    ({"naive_ratio": True, "max_weight": 0.5}, None),
 ], ids=str)  # fmt: skip
 def test_weights_reach_every_loss_capped(options, largest, monkeypatch, tmp_path):
     """All steps of all updates, prefix and new ends: the weight of a fresh trajectory is 1, of a replayed one
