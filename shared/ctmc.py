@@ -45,8 +45,7 @@ def _kernel(path, x, x1, t, h, jump: str = "exp", last: bool = False) -> Tensor:
 @torch.no_grad()
 def _sample(path, x1: Tensor, t: float | Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Tokens of p_t(. | x1), shaped like x1, e.g. to train a model; t as in `marginal`."""
-    times = _times(t, x1)
-    return in_chunks(lambda *rows: _draw(path.marginal(*rows), generator), path.vocab_size, x1, times)
+    return in_chunks(lambda *rows: _draw(path.marginal(*rows), generator), path.vocab_size, x1, _times(t, x1))
 
 
 def _draw_source(path, shape, generator: torch.Generator | None = None) -> Tensor:
@@ -62,9 +61,9 @@ class MixturePath:
     With kappa' = d kappa / dt and a corrector c >= 0, which moves tokens to and fro and leaves p_t as it is:
         Q_t(x -> y | x1) = (1 + c) kappa' / (1 - kappa) [y = x1] + c kappa' / kappa p_0(y),  y != x.
 
-    source: p_0 is "uniform", or "mask", all on mask_id, one of the vocab_size symbols. Raises ValueError for
-    arguments out of range, and at t = 0 where the rates are infinite (corrector > 0, power < 1).
-    Pinned by test_rates_carry_their_path, test_closed_forms_are_the_sum_over_the_vocabulary.
+    source: p_0 is "uniform", or "mask", all on mask_id, one of the symbols. Raises ValueError for arguments out
+    of range, and at t = 0 where rates are infinite (corrector > 0, power < 1). Pinned by
+    test_rates_carry_their_path, test_closed_forms_are_the_sum_over_the_vocabulary.
     """
 
     vocab_size: int
@@ -146,7 +145,6 @@ class MetricPath:
     Its rates Q_t(x -> y | x1) = p_t(y | x1) beta' [d(x, x1) - d(y, x1)]_+ move tokens strictly closer to x1.
     At t = 0 beta' is 0 for a > 1, and set to 0 (FUDOKI) for a < 1, where it is infinite: an identity step.
     lambda = beta' mu (module `distances`); mu is computed once per t and remembered.
-
     distance: (V, V), [x, x1], >= 0 and smallest at x = x1, perhaps not symmetric; or an EmbeddingDistance.
     Tokens are on its device. Raises ValueError for other matrices, and for c or a <= 0.
     Pinned by test_rates_carry_their_path, test_kernel_is_its_definition, test_table_error_is_bounded.
@@ -158,8 +156,7 @@ class MetricPath:
         if not (0 < c < math.inf and 0 < a < math.inf):
             raise ValueError(f"a metric path needs c > 0 and a > 0, not {c} and {a}")
         self.distance = DistanceMatrix(distance) if isinstance(distance, Tensor) else distance
-        self.c, self.a = c, a
-        self.vocab_size = len(self.distance.tensor)
+        self.c, self.a, self.vocab_size = c, a, len(self.distance.tensor)
 
     @classmethod
     def from_embeddings(cls, weight: Tensor, c: float = 3.0, a: float = 0.9, exact: bool | None = None):
@@ -189,8 +186,8 @@ class MetricPath:
     def log_kernel_column(self, x, x_next, t, h, jump: str = "exp", last: bool = False) -> Tensor:
         """log q(x_next | x, v) for every v: (..., V), -inf where impossible. x, x_next: (...,).
 
-        In logarithms throughout, as p_t underflows: a stay is log(1 - J(h lambda)), a move to y, with Z(v) the
-        normaliser, -beta d(y, v) - log Z(v) + log beta' (d(x, v) - d(y, v)) + log J(h lambda) / lambda.
+        In logarithms, as p_t underflows: a stay is log(1 - J(h lambda)), a move to y, with Z(v) the normaliser
+        of p_t, -beta d(y, v) - log Z(v) + log beta' (d(x, v) - d(y, v)) + log J(h lambda) / lambda.
         """
         x, x_next = _tokens(self, x, x_next)
         t, h = _step(t, h, jump)
@@ -234,9 +231,8 @@ def transition_log_prob(path, logits, x, x_next, t, h, *, jump: str = "exp", las
     log_sum = logits.logsumexp(-1)
     if last or isinstance(path, MixturePath):
         log_c = [c.log().to(logits) for c in MixturePath.coefficients(path, x, x_next, t, h, jump, last)]
-        log_p_next, log_p_x = (logits.gather(-1, y[..., None])[..., 0] - log_sum for y in (x_next, x))
-        terms = torch.stack([log_c[0], log_c[1] + log_p_next, log_c[2] + log_p_x], -1)
-        log_sum = 0.0
+        log_p = [logits.gather(-1, y[..., None])[..., 0] - log_sum for y in (x_next, x)]
+        terms, log_sum = torch.stack([log_c[0], log_c[1] + log_p[0], log_c[2] + log_p[1]], -1), 0.0
     else:
         terms = logits + path.log_kernel_column(x, x_next, t, h, jump).to(logits)
     impossible = terms.detach().amax(-1) == -math.inf  # a logsumexp whose gradient would be NaN
@@ -245,9 +241,7 @@ def transition_log_prob(path, logits, x, x_next, t, h, *, jump: str = "exp", las
 
 
 @torch.no_grad()
-def sample_step(
-    path, logits, x, t, h, *, jump="exp", last=False, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
+def sample_step(path, logits, x, t, h, *, jump="exp", last=False, generator=None) -> tuple[Tensor, Tensor]:
     """One step of the chain (module head): draw x1 from softmax(logits), then x_next from `kernel` given x1.
 
     No other draw enters the jump: `transition_log_prob` is the law of x_next. logits: (..., V); x: (...,).

@@ -19,7 +19,7 @@ EXACT_VOCABULARY = 2048  # up to here a (V, V) matrix of float64 takes 32 MiB at
 TABLE_POINTS = 512  # per clean symbol: 32 MiB of float32 at V = 16,384
 FARTHEST = 4.0  # |e - e'|^2 of unit vectors
 TABLES_KEPT = 32  # values of beta whose tables are remembered: a grid has fewer
-CHUNK = 2**22  # entries of the largest temporary where a result is computed in chunks
+CHUNK = 2**20  # entries of the largest temporary where a result is computed in chunks
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ class DistanceMatrix:
 class EmbeddingDistance:
     """d(x, v) = s^2, s = |u_x - u_v|^2 = 2 - 2 cos in [0, 4], for unit vectors u (V, E), in their dtype.
 
-    mu_v is tabulated at D = s^2 for TABLE_POINTS uniform s, exactly, and linear in D between. As it is convex,
+    mu_v is tabulated at D = s^2 for TABLE_POINTS uniform s, exactly, and linear in D between. It is convex:
         0 <= error <= (mass of p(. | v) inside the interval) * (width of the interval in D) / 4.
     A table takes V^2 operations, chunk by chunk. Pinned by test_ctmc.test_table_error_is_bounded.
     """
