@@ -42,7 +42,6 @@ def _kernel(path, x, x1, t, h, jump: str = "exp", last: bool = False) -> Tensor:
     return kernel.scatter(-1, x[..., None], stay)
 
 
-@torch.no_grad()
 def _sample(path, x1: Tensor, t: float | Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Tokens of p_t(. | x1), shaped like x1, e.g. to train a model; t as in `marginal`."""
     return in_chunks(lambda *rows: _draw(path.marginal(*rows), generator), path.vocab_size, x1, _times(t, x1))
@@ -61,8 +60,8 @@ class MixturePath:
     With kappa' = d kappa / dt and a corrector c >= 0, which moves tokens to and fro and leaves p_t as it is:
         Q_t(x -> y | x1) = (1 + c) kappa' / (1 - kappa) [y = x1] + c kappa' / kappa p_0(y),  y != x.
 
-    source: p_0 is "uniform", or "mask", all on mask_id, one of the symbols. Raises ValueError for arguments out
-    of range, and at t = 0 where rates are infinite (corrector > 0, power < 1). Pinned by
+    source: p_0 is "uniform", or "mask", all on mask_id, a symbol. Raises ValueError for arguments out of
+    range, and at t = 0 where rates are infinite (corrector > 0, power < 1). Pinned by
     test_rates_carry_their_path, test_closed_forms_are_the_sum_over_the_vocabulary.
     """
 
@@ -95,7 +94,7 @@ class MixturePath:
         """Q_t(x -> . | x1), (..., V), per unit of t; 0 at x itself. x, x1: (...,); 0 <= t < 1."""
         x, x1 = _tokens(self, x, x1)
         a, b = self._speeds(t)
-        rates = a * one_hot(x1, self.vocab_size) + b * self._source_law(x.device)
+        rates = a * one_hot(x1, self.vocab_size).double() + b * self._source_law(x.device)
         return rates.scatter(-1, x[..., None], 0.0)
 
     def log_kernel_column(self, x, x_next, t, h, jump: str = "exp", last: bool = False) -> Tensor:
@@ -182,12 +181,11 @@ class MetricPath:
         gap = (distance.gather(-1, x[..., None]) - distance).clamp(min=0)
         return (-beta * distance).softmax(-1) * gap * speed
 
-    @torch.no_grad()
     def log_kernel_column(self, x, x_next, t, h, jump: str = "exp", last: bool = False) -> Tensor:
         """log q(x_next | x, v) for every v: (..., V), -inf where impossible. x, x_next: (...,).
 
-        In logarithms, as p_t underflows: a stay is log(1 - J(h lambda)), a move to y, with Z(v) the normaliser
-        of p_t, -beta d(y, v) - log Z(v) + log beta' (d(x, v) - d(y, v)) + log J(h lambda) / lambda.
+        In logarithms, as p_t underflows: a stay is log(1 - J(h lambda)), a move to y, with Z of p_t(. | v),
+        -beta d(y, v) - log Z + log(beta' (d(x, v) - d(y, v))) + log(J(h lambda) / lambda).
         """
         x, x_next = _tokens(self, x, x_next)
         t, h = _step(t, h, jump)
@@ -240,7 +238,6 @@ def transition_log_prob(path, logits, x, x_next, t, h, *, jump: str = "exp", las
     return log_prob.masked_fill(impossible, -math.inf)
 
 
-@torch.no_grad()
 def sample_step(path, logits, x, t, h, *, jump="exp", last=False, generator=None) -> tuple[Tensor, Tensor]:
     """One step of the chain (module head): draw x1 from softmax(logits), then x_next from `kernel` given x1.
 
@@ -249,7 +246,7 @@ def sample_step(path, logits, x, t, h, *, jump="exp", last=False, generator=None
     `transition_log_prob`. Pinned by test_sampling_frequencies_are_the_transition.
     """
     (x,) = _tokens(path, x)
-    rows = _checked_logits(path, logits, x).reshape(-1, path.vocab_size)
+    rows = _checked_logits(path, logits.detach(), x).reshape(-1, path.vocab_size)
 
     def step(row, x):
         x1 = _draw(rows[row].softmax(-1), generator)

@@ -22,7 +22,6 @@ TABLES_KEPT = 32  # values of beta whose tables are remembered: a grid has fewer
 CHUNK = 2**20  # entries of the largest temporary where a result is computed in chunks
 
 
-@torch.no_grad()
 def _log_z_and_table(distances, beta: float) -> tuple[Tensor, Tensor]:
     """log sum_y exp(-beta d(y, v)) of every v (V,), and `tabulate` of all v; remembered for each beta."""
 
