@@ -29,14 +29,15 @@ def embeddings(size=V, width=2, seed=3):
     return random(size, width, seed=seed) * 2 - 0.7
 
 
+# makers of paths: a path remembers tables, which must not outlive a mutant
 PATHS = {
-    "uniform": MixturePath(V, power=2.0),
-    "uniform, corrected": MixturePath(V, power=1.5, corrector=0.7),
-    "mask": MixturePath(V, "mask", mask_id=3),
-    "mask, corrected": MixturePath(V, "mask", mask_id=1, power=0.8, corrector=0.4),
-    "metric": MetricPath((random(V, V) * 3).fill_diagonal_(0)),  # not symmetric
-    "metric, a > 1": MetricPath((random(V, V, seed=1)).fill_diagonal_(0), c=2.0, a=1.4),
-    "embeddings": MetricPath.from_embeddings(embeddings()),
+    "uniform": lambda: MixturePath(V, power=2.0),
+    "uniform, corrected": lambda: MixturePath(V, power=1.5, corrector=0.7),
+    "mask": lambda: MixturePath(V, "mask", mask_id=3),
+    "mask, corrected": lambda: MixturePath(V, "mask", mask_id=1, power=0.8, corrector=0.4),
+    "metric": lambda: MetricPath((random(V, V) * 3).fill_diagonal_(0)),  # not symmetric
+    "metric, a > 1": lambda: MetricPath((random(V, V, seed=1)).fill_diagonal_(0), c=2.0, a=1.4),
+    "embeddings": lambda: MetricPath.from_embeddings(embeddings()),
 }
 EXACT = sorted(PATHS)
 STEPS = [(0.05, 0.1), (0.5, 0.25), (0.875, 0.125)]
@@ -46,7 +47,7 @@ LOGITS = random(V, V, V, seed=5) * 4
 
 def textbook(name):
     """The functions p(t, x, x1) and rate(t, x, y, x1) of a path, as its paper writes them."""
-    path = PATHS[name]
+    path = PATHS[name]()
     if isinstance(path, MixturePath):
         c, n = path.corrector, path.power
         p0 = [1 / V if path.mask_id is None else float(y == path.mask_id) for y in range(V)]
@@ -96,7 +97,7 @@ def textbook_kernel(name, jump, t, h):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_marginal_is_the_definition(name):
-    path, (law, _) = PATHS[name], textbook(name)
+    path, (law, _) = PATHS[name](), textbook(name)
     for t in (0.1, 0.5, 0.9):
         assert_close(path.marginal(torch.arange(V), t), table(lambda x1, x, t=t: law(t, x, x1)))
     times = torch.tensor([[0.0], [0.3], [1.0]])
@@ -111,7 +112,7 @@ def test_marginal_is_the_definition(name):
 @pytest.mark.parametrize("name", EXACT)
 def test_rates_carry_their_path(name):
     """d p_t(y) / dt = sum_z p_t(z) Q(z -> y) - p_t(y) lambda(y), by a five-point difference of p_t."""
-    path, rate = PATHS[name], textbook(name)[1]
+    path, rate = PATHS[name](), textbook(name)[1]
     for t, dt in [(0.1, 2e-4), (0.45, 1e-3), (0.8, 5e-4)]:
         largest = 0.0
         for x1 in torch.arange(V):
@@ -130,7 +131,7 @@ def test_rates_carry_their_path(name):
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("jump", JUMPS)
 def test_kernel_is_its_definition(name, jump):
-    path = PATHS[name]
+    path = PATHS[name]()
     for t, h in STEPS:
         q = path.kernel(X, X_NEXT, t, h, jump)
         assert_close(q, textbook_kernel(name, jump, t, h), rtol=1e-9, atol=1e-12)
@@ -142,7 +143,7 @@ def test_kernel_is_its_definition(name, jump):
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("jump", JUMPS)
 def test_log_kernel_column_is_the_kernel(name, jump):
-    path, (x, v, x_next) = PATHS[name], torch.meshgrid(*[torch.arange(V)] * 3, indexing="ij")
+    path, (x, v, x_next) = PATHS[name](), torch.meshgrid(*[torch.arange(V)] * 3, indexing="ij")
     for t, h in STEPS:
         for last in (False, True):
             column = path.log_kernel_column(X, X_NEXT, t, h, jump, last)
@@ -155,7 +156,7 @@ def test_log_kernel_column_is_the_kernel(name, jump):
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("jump", JUMPS)
 def test_closed_forms_are_the_sum_over_the_vocabulary(name, jump):
-    path = PATHS[name]
+    path = PATHS[name]()
     for t, h in STEPS:
         logits = LOGITS[:, :1].expand(V, V, V)  # one posterior for each x
         kernel = textbook_kernel(name, jump, t, h)
@@ -171,7 +172,7 @@ def test_closed_forms_are_the_sum_over_the_vocabulary(name, jump):
 @pytest.mark.parametrize("jump", JUMPS)
 @pytest.mark.parametrize("last", [False, True])
 def test_gradient_is_responsibility_minus_posterior(name, jump, last):
-    path, (t, h) = PATHS[name], (0.5, 0.2)
+    path, (t, h) = PATHS[name](), (0.5, 0.2)
     q = torch.eye(V).double().expand(V, V, V) if last else textbook_kernel(name, jump, t, h)
     logits, weights = LOGITS.clone().requires_grad_(), random(V, V, seed=6)
     log_prob = transition_log_prob(path, logits, X, X_NEXT, t, h, jump=jump, last=last)
@@ -196,7 +197,7 @@ def test_a_hand_computed_mixture_step():
 @pytest.mark.parametrize("name", EXACT)
 def test_euler_is_the_first_order_of_exp(name):
     """Chances differ by z^2 / 2 for small z; from z = 1 on an euler step always jumps."""
-    path, t = PATHS[name], 0.4
+    path, t = PATHS[name](), 0.4
     z = path.rates(X, X_NEXT, t).sum(-1)
     for h in (1e-4, 1e-5):
         exp, euler = (path.kernel(X, X_NEXT, t, h, jump) for jump in ("exp", "euler"))
@@ -216,7 +217,12 @@ def test_the_last_step_is_needed():
 
 
 def test_an_identity_step_is_exactly_zero_with_zero_gradient():
-    exactly_zero = [MixturePath(V, power=2.0), PATHS["metric"], PATHS["metric, a > 1"], PATHS["embeddings"]]
+    exactly_zero = [
+        MixturePath(V, power=2.0),
+        PATHS["metric"](),
+        PATHS["metric, a > 1"](),
+        PATHS["embeddings"](),
+    ]
     for path in [*exactly_zero, MetricPath.from_embeddings(embeddings(), exact=False)]:
         assert path.is_identity(0.0) and not path.is_identity(1e-3)
         logits, x = LOGITS[0].clone().requires_grad_(), torch.arange(V)
@@ -229,7 +235,7 @@ def test_an_identity_step_is_exactly_zero_with_zero_gradient():
         assert torch.equal(path.kernel(x, x.flip(0), 0.0, 0.125), torch.eye(V).to(path.kernel(x, x, 0.0, 1)))
         only = transition_log_prob(path, logits, x, x, 0.0, 1.0, last=True)  # a grid of one step
         assert_close(only, logits.log_softmax(-1).diagonal())
-    for path in [MixturePath(V), MixturePath(V, "mask", 3), MetricPath(PATHS["metric"].distance, a=1.0)]:
+    for path in [MixturePath(V), MixturePath(V, "mask", 3), MetricPath(PATHS["metric"]().distance, a=1.0)]:
         assert not path.is_identity(0.0)
         assert (path.rates(torch.tensor(0), torch.tensor(1), 0.0) > 0).any()
 
@@ -238,7 +244,7 @@ def test_an_identity_step_is_exactly_zero_with_zero_gradient():
 @pytest.mark.parametrize("last", [False, True])
 def test_impossible_transitions_are_minus_infinity_and_harm_nothing(name, last):
     """p is 0 but at symbol 0, and a possible transition stands beside impossible ones."""
-    path = PATHS[name]
+    path = PATHS[name]()
     logits = torch.full((V, V, V), -math.inf, dtype=torch.float64)
     logits[..., 0], logits[2, 0] = 1.0, LOGITS[2, 0]
     logits.requires_grad_()
@@ -257,7 +263,7 @@ def test_impossible_transitions_are_minus_infinity_and_harm_nothing(name, last):
 
 def test_a_one_hot_posterior_has_no_gradient_even_without_infinities():
     """Top-k with k = 1, as FUDOKI's understanding samples: nothing to learn from."""
-    for path in PATHS.values():
+    for path in (make() for make in PATHS.values()):
         logits = torch.full((V, V, V), -1e4, dtype=torch.float64).requires_grad_()
         log_prob = transition_log_prob(
             path, logits + 1e4 * torch.eye(V)[2].double(), X, torch.full_like(X, 2), 0.5, 0.25
@@ -267,7 +273,7 @@ def test_a_one_hot_posterior_has_no_gradient_even_without_infinities():
 
 
 def test_masked_tokens_learn_from_the_step_that_reveals_them_only():
-    path = PATHS["mask"]
+    path = PATHS["mask"]()
     logits = LOGITS[:4, 0].clone()
     logits[:, 3] = -math.inf  # the model never predicts the mask
     logits[2] = torch.tensor([0.0, -math.inf, -math.inf, -math.inf, -math.inf])  # revealed, and carried over
@@ -294,12 +300,13 @@ def test_nothing_underflows():
     stay = transition_log_prob(path, logits, torch.tensor(2), torch.tensor(2), t, h)
     assert stay.item() == pytest.approx(-h * speed * 16, rel=1e-9)
     assert path.kernel(torch.tensor(2), torch.tensor(0), t, h)[1] == 0
-    close = MetricPath(
-        torch.tensor([[0.0, 1.0, 1.0], [1e-9, 0.0, 1.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
-    )
-    column = close.log_kernel_column(torch.tensor(1), torch.tensor(0), 0.5, 0.1)  # a rate of 1e-9, exactly
-    rates = close.rates(torch.tensor(1), torch.tensor(0), 0.5)
-    assert float(column[0].exp()) == pytest.approx(0.1 * float(rates[0]), rel=1e-8)
+    distance = torch.tensor([[1.0, 1.0, 1.0], [1 + 2**-40, 0.0, 1.0], [2.0, 1.0, 0.0]], dtype=torch.float64)
+    close = MetricPath(distance)  # symbol 1 is hardly farther from 0 than 0 itself: its rate does not cancel
+    table = close.distance.log_z_and_table(3.0)[1]
+    x, mu = torch.tensor([1]), close.marginal(torch.tensor(0), 0.5)[0] * 2**-40
+    assert float(close.distance.look_up(table, x, distance[x])[0, 0]) == pytest.approx(float(mu), rel=1e-9)
+    move = close.log_kernel_column(x, torch.tensor([0]), 0.5, 0.1)[0, 0].exp()
+    assert float(move) == pytest.approx(0.1 * float(mu) * 10.8, rel=1e-9)
 
 
 def allowed(p, draws, cells):
@@ -312,7 +319,7 @@ def allowed(p, draws, cells):
 @pytest.mark.parametrize("jump", JUMPS)
 def test_sampling_frequencies_are_the_transition(name, jump):
     """The pair (x1, x_next) has the law p(x1) q(x_next | x, x1); a jump by another draw is off by > 0.05."""
-    path, (t, h), draws = PATHS[name], (0.5, 0.25), 20_000
+    path, (t, h), draws = PATHS[name](), (0.5, 0.25), 20_000
     x = torch.tensor([0, 1]).repeat(draws, 1)  # two tokens with posteriors of their own
     logits = LOGITS[[0, 1], 0].expand(draws, 2, V)
     generator = torch.Generator().manual_seed(0)
@@ -330,7 +337,7 @@ def test_sampling_frequencies_are_the_transition(name, jump):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_samples_of_the_path_have_its_marginals(name):
-    path, draws, generator = PATHS[name], 20_000, torch.Generator().manual_seed(1)
+    path, draws, generator = PATHS[name](), 20_000, torch.Generator().manual_seed(1)
     x1 = torch.tensor([0, 1, 2, 4]).repeat(draws, 1)
     t = torch.tensor([0.0, 0.3, 0.6, 1.0])
     x, source = path.sample(x1, t, generator), path.draw_source((draws,), generator)
@@ -343,7 +350,7 @@ def test_samples_of_the_path_have_its_marginals(name):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_other_dtypes_agree(name):
-    path = PATHS[name]
+    path = PATHS[name]()
     for t, h in STEPS:
         expected = transition_log_prob(path, LOGITS, X, X_NEXT, t, h)
         single = transition_log_prob(path, LOGITS.float(), X.int(), X_NEXT.to(torch.uint8), t, h)
@@ -489,7 +496,7 @@ def test_results_do_not_depend_on_chunks():
 
 
 def test_tables_are_remembered_by_time():
-    path = MetricPath(PATHS["metric"].distance.tensor)
+    path = MetricPath(PATHS["metric"]().distance.tensor)
     for t in [0.2, 0.7, 0.2, 0.7, *(k / 100 for k in range(1, 60)), 0.2]:
         log_prob = transition_log_prob(path, LOGITS, X, X_NEXT, t, 0.1)
         fresh = transition_log_prob(MetricPath(path.distance.tensor), LOGITS, X, X_NEXT, t, 0.1)
@@ -501,7 +508,7 @@ def test_tables_are_remembered_by_time():
 
 @given(order=st.permutations(range(V)), name=st.sampled_from(["uniform", "mask, corrected", "metric"]))
 def test_names_of_symbols_do_not_matter(order, name):
-    path, order = PATHS[name], torch.tensor(order)
+    path, order = PATHS[name](), torch.tensor(order)
     inverse = order.argsort()
     if isinstance(path, MetricPath):
         renamed = MetricPath(path.distance.tensor[order][:, order])
@@ -515,7 +522,7 @@ def test_names_of_symbols_do_not_matter(order, name):
 
 @given(shift=st.floats(-50, 50), name=st.sampled_from(EXACT), t=st.floats(0.01, 0.99), h=st.floats(1e-3, 1.0))
 def test_log_probabilities_are_of_the_posterior_and_normalised(shift, name, t, h):
-    path, logits = PATHS[name], LOGITS[:, :1].expand(V, V, V)
+    path, logits = PATHS[name](), LOGITS[:, :1].expand(V, V, V)
     log_prob = transition_log_prob(path, logits, X, X_NEXT, t, h)
     assert_close(transition_log_prob(path, logits + shift, X, X_NEXT, t, h), log_prob, rtol=1e-9, atol=1e-11)
     assert_close(log_prob.exp().sum(-1), torch.ones(V, dtype=torch.float64), rtol=1e-10, atol=0)
@@ -523,7 +530,7 @@ def test_log_probabilities_are_of_the_posterior_and_normalised(shift, name, t, h
 
 @given(shape=st.lists(st.integers(0, 3), max_size=3), name=st.sampled_from(EXACT), last=st.booleans())
 def test_any_shape_of_tokens(shape, name, last):
-    path, count = PATHS[name], math.prod(shape)
+    path, count = PATHS[name](), math.prod(shape)
     x, x_next = (torch.arange(count).add(k).remainder(V).reshape(shape) for k in (0, 2))
     logits = random(count, V, seed=7)
     log_prob = transition_log_prob(path, logits.reshape(*shape, V), x, x_next, 0.5, 0.2, last=last)
@@ -539,7 +546,7 @@ def test_any_shape_of_tokens(shape, name, last):
 
 
 TOKEN, FLAT = torch.tensor(1), torch.zeros(V)
-METRIC, CORRECTED = PATHS["metric"], PATHS["uniform, corrected"]
+METRIC, CORRECTED = PATHS["metric"](), PATHS["uniform, corrected"]()
 BAD = {
     "source is uniform": [
         lambda: MixturePath(V, "noise"),
@@ -583,10 +590,10 @@ BAD = {
     ],
     "t must lie in": [lambda: METRIC.marginal(TOKEN, 1.1), lambda: CORRECTED.sample(TOKEN, math.nan)],
     "tokens must be integers": [
-        lambda: METRIC.marginal(TOKEN + V, 0.5),
+        lambda: METRIC.marginal(TOKEN + V - 1, 0.5),
         lambda: CORRECTED.rates(TOKEN, TOKEN - 2, 0.5),
         lambda: transition_log_prob(METRIC, FLAT, TOKEN, TOKEN.float(), 0.5, 0.1),
-        lambda: sample_step(CORRECTED, FLAT, TOKEN + V, 0.5, 0.1),
+        lambda: sample_step(CORRECTED, FLAT, TOKEN + V - 1, 0.5, 0.1),
     ],
     "need the shape": [
         lambda: transition_log_prob(METRIC, FLAT[:-1], TOKEN, TOKEN, 0.5, 0.1),
