@@ -14,6 +14,7 @@ from mutants import MUTANTS, Mutant
 COVERED = [
     f"shared.{name}" for name in ("sde", "grpo", "rollout", "prompts", "rewards", "policies", "training")
 ]
+COVERED += ["shared.ctmc", "shared.distances"]
 COVERED += ["algos.flow_grpo", "algos.tp_grpo", "algos.op_grpo"]
 EXEMPT = {f"{name}.train" for name in COVERED} | {"shared.training.timed"}  # whole runs; a stopwatch
 FIXTURES = {"linear_policy": LinearPolicy}
