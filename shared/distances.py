@@ -109,12 +109,14 @@ class EmbeddingDistance:
 
     def look_up(self, table: Tensor, x: Tensor, distance: Tensor) -> Tensor:
         """mu_v(d(x, v)) of every v: (n, V), from the table of all v; x (n,), distance = from_symbol(x)."""
-        position = distance.sqrt().mul_((TABLE_POINTS - 1) / FARTHEST)
-        cell = position.long().clamp_(max=TABLE_POINTS - 2)
+        position = (
+            distance.T.contiguous().sqrt_().mul_((TABLE_POINTS - 1) / FARTHEST)
+        )  # (V, n), as the table:
+        cell = position.floor().clamp_(max=TABLE_POINTS - 2)  # five times faster to gather from than (n, V)
         share = (position.square_() - cell.square()) / (2 * cell + 1)  # in D, whose nodes are squares
-        cell += torch.arange(len(table), device=cell.device) * TABLE_POINTS
-        table = table.flatten()
-        return torch.lerp(table[cell], table[cell + 1], share)
+        cell = cell.long()
+        below, above = table.gather(1, cell), table.gather(1, cell + 1)
+        return torch.lerp(below, above, share).T.contiguous()
 
 
 def embedding_distance(weight: Tensor, exact: bool | None = None) -> DistanceMatrix | EmbeddingDistance:

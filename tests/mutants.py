@@ -1231,8 +1231,8 @@ MUTANTS = [
     Mutant(
         DISTANCES + "EmbeddingDistance.look_up",
         "the lower node instead of a line",
-        "torch.lerp(table[cell], table[cell + 1], share)",
-        "table[cell]",
+        "torch.lerp(below, above, share)",
+        "below",
         BOUNDED,
     ),
     Mutant(
