@@ -109,10 +109,8 @@ class EmbeddingDistance:
 
     def look_up(self, table: Tensor, x: Tensor, distance: Tensor) -> Tensor:
         """mu_v(d(x, v)) of every v: (n, V), from the table of all v; x (n,), distance = from_symbol(x)."""
-        position = (
-            distance.T.contiguous().sqrt_().mul_((TABLE_POINTS - 1) / FARTHEST)
-        )  # (V, n), as the table:
-        cell = position.floor().clamp_(max=TABLE_POINTS - 2)  # five times faster to gather from than (n, V)
+        position = distance.T.contiguous().sqrt_().mul_((TABLE_POINTS - 1) / FARTHEST)
+        cell = position.floor().clamp_(max=TABLE_POINTS - 2)  # (V, n): rows of the table stay in the cache
         share = (position.square_() - cell.square()) / (2 * cell + 1)  # in D, whose nodes are squares
         cell = cell.long()
         below, above = table.gather(1, cell), table.gather(1, cell + 1)
