@@ -29,9 +29,10 @@ Other symbols: algos/flow_grpo.py.
 
 E_off[w f(tau)] = E_old[f(tau)] for every f, which the oracle shows, if w has no cap and storage is
 unselected. But the best of a group is selected, and training on a replay raises its own p_old / p_off:
-`max_weight` = 1 bounds that. No code of the authors is public: m, t_off, decay and cap are our choices,
-measured in the README; so is it that a reward below 0 decays downwards.
-Left out: what algos/flow_grpo.py leaves out; windows that start below sigma = 1, unless --no-correction.
+`max_weight` = 1 bounds that.
+No code of the authors is public. Our choices, measured in the README: m, t_off, decay and cap; not measured:
+a reward below 0 decays downwards; a group's statistics include its replays.
+Left out: what algos/flow_grpo.py leaves out; a correction in windows that start below sigma = 1.
 """
 
 import sys
