@@ -49,15 +49,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bundle: drop
 import torch
 from torch import Tensor
 
-from shared.args import FlowArgs, check_args
+from shared.args import FlowArgs, check_flow_args
 from shared.command import run_command
+from shared.evaluation import ode_evaluation
 from shared.grpo import clipped_surrogate, group_advantages
 from shared.prompts import sample_groups
 from shared.rewards import score
 from shared.rollout import Rollout, rollout, sample_noise, step_moments
 from shared.run import Run
 from shared.sde import gaussian_kl, gaussian_log_prob
-from shared.training import Evaluation, apply_update, average, gather, micro_batches, prepare, set_up, timed
+from shared.training import apply_update, average, gather, micro_batches, prepare, set_up, timed
 
 
 @dataclass
@@ -119,15 +120,15 @@ def step_loss(
 
 def train(args: Args) -> list[dict]:
     """Train and leave a run folder behind. Returns the metrics of every iteration, as in metrics.jsonl."""
-    check_args(args)
-    accelerator, prompts, share, policy, rewards = set_up(args)
+    check_flow_args(args)
+    accelerator, prompts, eval_prompts, share, policy, rewards = set_up(args)
     window = args.sde_window or (0, args.num_steps - 1)
     run = Run(replace(args, sde_window=window), accelerator)
 
     sigmas, trained_steps = policy.sigmas(args.num_steps), range(*window)
     n = len(trained_steps)
     optimizer, ema = prepare(accelerator, policy, args)
-    evaluation = Evaluation(policy, prompts, args.eval_samples, args.eval_steps, args.micro_batch_size)
+    evaluation = ode_evaluation(policy, eval_prompts, args)
     run.start(policy, rewards, optimizer, ema, evaluation)
 
     size = len(share) * args.group_size  # trajectories of this process in an iteration

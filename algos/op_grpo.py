@@ -46,9 +46,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bundle: drop
 import torch
 from torch import Tensor
 
-from shared.args import FlowArgs, check_args
+from shared.args import FlowArgs, check_flow_args
 from shared.command import run_command
 from shared.errors import InputError
+from shared.evaluation import ode_evaluation
 from shared.grpo import clipped_surrogate, group_advantages, weight_metrics
 from shared.pictures import save_replay
 from shared.prompts import sample_groups
@@ -56,7 +57,7 @@ from shared.rewards import score
 from shared.rollout import Rollout, all_moments, log_weight_variance, rollout, sample_noise, step_moments
 from shared.run import Run
 from shared.sde import gaussian_kl, gaussian_log_prob
-from shared.training import Evaluation, apply_update, average, gather, micro_batches, prepare, set_up, timed
+from shared.training import apply_update, average, gather, micro_batches, prepare, set_up, timed
 
 
 @dataclass
@@ -271,7 +272,7 @@ def train(args: Args) -> list[dict]:
     hybrid = int(fraction * P + 1e-9) if 0 <= fraction <= 1 else 0  # groups that may replay
     if args.hybrid_source == "buffer":
         hybrid = min(hybrid, P // 2)  # or prompts that are not stored would starve
-    check_args(
+    check_flow_args(
         args,
         hybrid_fraction=(fraction == 0 or hybrid > 0, "0, or enough for at least one group, and at most 1"),
         replays_per_group=(1 <= m < G, "at least 1 and below --group-size"),
@@ -284,7 +285,7 @@ def train(args: Args) -> list[dict]:
     if window[0] > 0 and hybrid and args.correction and not args.naive_ratio:
         why = "no weight corrects for the unknown density of a state that ODE steps led to"
         raise InputError(f"--sde-window: {why}: START must be 0, or give --no-correction")
-    accelerator, prompts, share, policy, rewards = set_up(args)
+    accelerator, prompts, eval_prompts, share, policy, rewards = set_up(args)
     default = 1.0 if args.ratio == "exact" else float("inf")
     cap = default if args.max_weight is None else args.max_weight
     run = Run(replace(args, sde_window=window, replays_per_group=m, max_weight=cap), accelerator)
@@ -296,7 +297,7 @@ def train(args: Args) -> list[dict]:
     prefix = max(1, round(args.truncate_at * n)) if args.truncation else n  # replayed steps
     buffer = ReplayBuffer(args.buffer_capacity, args.reward_decay if args.decay else 1.0)
     optimizer, ema = prepare(accelerator, policy, args)
-    evaluation = Evaluation(policy, prompts, args.eval_samples, args.eval_steps, args.micro_batch_size)
+    evaluation = ode_evaluation(policy, eval_prompts, args)
     run.start(policy, rewards, optimizer, ema, evaluation, buffer)
 
     size, first = len(share) * G, share[0] * G  # trajectories of this process; place of the first among all

@@ -1,6 +1,7 @@
 """The options that all algorithms have, and their checks. Each algorithm file adds its own and sets its
 defaults."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,9 +24,9 @@ class RunArgs:
     eval_every: int = 2
     """Evaluate every so many iterations, and before the first and after the last (upstream: eval_freq)."""
     eval_samples: int = 400
-    """Images of an evaluation: the prompts in turn, with noise that is the same in all runs."""
+    """Samples of an evaluation: the prompts in turn, with noise that is the same in all runs."""
     eval_steps: int = 20
-    """ODE steps of an evaluation (upstream: sample.eval_num_steps)."""
+    """Sampling steps of an evaluation (upstream: sample.eval_num_steps)."""
     checkpoint_every: int = 10
     """Save the state every so many iterations, and at the end and on Ctrl-C (upstream: save_freq)."""
 
@@ -35,10 +36,12 @@ class RunArgs:
     (upstream: pretrained.model)."""
     prompts: str = "digits"
     """A built-in set (digits) or a file: text, one prompt a line, or .jsonl (upstream: dataset)."""
+    eval_prompts: str | None = None
+    """Prompts of the evaluations, a set or a file. Default: those of training."""
     reward: str = "label"
     """label, ink, next, jpeg, or a weighted sum as "label:1,jpeg:0.5" (upstream: reward_fn)."""
     reward_batch_size: int | None = None
-    """Images in one call of the reward. Default: all of an iteration."""
+    """Samples in one call of the reward. Default: all of an iteration."""
 
     # optimisation
     learning_rate: float = 4e-4
@@ -75,11 +78,10 @@ class FlowArgs(RunArgs):
 
 
 def check_args(args, **own: tuple[bool, str]) -> None:
-    """Raise InputError for settings that cannot be run. Reads the fields that all algorithms have.
+    """Raise InputError for settings that no algorithm can run. Reads the fields that all of them have.
 
-    own: an algorithm's further fields by name: (whether the value will do, what it must be).
+    own: further fields by name: (whether the value will do, what it must be).
     """
-    finite = float("inf")
     bounds = {  # name: (holds, what it must be)
         "output_dir": (args.output_dir != "", "the name of a folder"),
         "resume": (args.resume != "", "the folder of a run"),
@@ -89,19 +91,16 @@ def check_args(args, **own: tuple[bool, str]) -> None:
         "eval_samples": (args.eval_samples >= 1, "at least 1"),
         "eval_steps": (args.eval_steps >= 1, "at least 1"),
         "checkpoint_every": (args.checkpoint_every >= 1, "at least 1"),
-        "num_steps": (args.num_steps >= 2, "at least 2, since the last step is never trained"),
-        "noise_level": (0 < args.noise_level < finite, "above 0: training needs stochastic steps"),
         "updates_per_rollout": (args.updates_per_rollout >= 1, "at least 1"),
         "num_prompts": (args.num_prompts >= 1, "at least 1"),
         "group_size": (args.group_size >= 2, "at least 2: rewards are compared within their group"),
         "reward_batch_size": (args.reward_batch_size is None or args.reward_batch_size >= 1, "at least 1"),
         "micro_batch_size": (args.micro_batch_size is None or args.micro_batch_size >= 1, "at least 1"),
-        "clip_range": (0 < args.clip_range < finite, "above 0"),
-        "beta": (0 <= args.beta < finite, "0 or more"),
-        "learning_rate": (0 < args.learning_rate < finite, "above 0"),
-        "weight_decay": (0 <= args.weight_decay < finite, "0 or more"),
-        "adam_eps": (0 < args.adam_eps < finite, "above 0"),
-        "max_grad_norm": (0 < args.max_grad_norm < finite, "above 0 and finite"),
+        "beta": (0 <= args.beta < math.inf, "0 or more"),
+        "learning_rate": (0 < args.learning_rate < math.inf, "above 0"),
+        "weight_decay": (0 <= args.weight_decay < math.inf, "0 or more"),
+        "adam_eps": (0 < args.adam_eps < math.inf, "above 0"),
+        "max_grad_norm": (0 < args.max_grad_norm < math.inf, "above 0 and finite"),
         "ema_decay": (0 <= args.ema_decay < 1, "at least 0 and below 1"),
         **own,
     }
@@ -109,6 +108,16 @@ def check_args(args, **own: tuple[bool, str]) -> None:
         if not holds:
             value = getattr(args, name)
             raise InputError(f"{flag(name)} {repr(value) if value == '' else value}: it must be {need}")
+
+
+def check_flow_args(args, **own: tuple[bool, str]) -> None:
+    """`check_args` for settings of a continuous flow."""
+    bounds = {
+        "num_steps": (args.num_steps >= 2, "at least 2, since the last step is never trained"),
+        "noise_level": (0 < args.noise_level < math.inf, "above 0: training needs stochastic steps"),
+        "clip_range": (0 < args.clip_range < math.inf, "above 0"),
+    }
+    check_args(args, **bounds, **own)
     if args.sampler == "cps" and args.noise_level > 1:
         raise InputError(f"--noise-level {args.noise_level}: it must be at most 1 for --sampler cps")
     if args.sde_window is not None:

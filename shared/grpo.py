@@ -57,14 +57,15 @@ def clipped_surrogate(
     log_prob_new: Tensor,
     log_prob_old: Tensor,
     advantages: Tensor,
-    clip_range: float,
+    clip_range: float | tuple[float, float],
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """PPO's clipped surrogate loss (arXiv 1707.06347, Eq. 7), the mean over samples (and steps).
 
         ratio = exp(log_prob_new - log_prob_old)
-        loss  = mean( w max(-A ratio, -A clip(ratio, 1 - clip_range, 1 + clip_range)) )
+        loss  = mean( w max(-A ratio, -A clip(ratio, 1 - below, 1 + above)) )
 
+    clip_range: (below, above), or one number for both.
     log_prob_new, log_prob_old, advantages: equal shapes, (B,) or (B, n); both log-probs must use the same
     reduction (sum or mean over entries). weights: the same shape or None for 1. Gradient flows through
     log_prob_new alone.
@@ -75,15 +76,16 @@ def clipped_surrogate(
     others = [log_prob_old, advantages] + ([] if weights is None else [weights])
     if any(t.shape != log_prob_new.shape for t in others):
         raise ValueError(f"shapes must be equal: {[tuple(t.shape) for t in [log_prob_new, *others]]}")
+    below, above = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
     ratio = torch.exp(log_prob_new - log_prob_old.detach())
     advantages = advantages.detach()
-    per_sample = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+    per_sample = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - below, 1 + above))
     if weights is not None:
         per_sample = weights.detach() * per_sample
-    deviation = (ratio.detach() - 1).abs()
+    shift = ratio.detach() - 1
     metrics = {
         "ratio_mean": ratio.detach().mean().item(),
-        "ratio_deviation": deviation.max().item(),
-        "clip_fraction": (deviation > clip_range).float().mean().item(),
+        "ratio_deviation": shift.abs().max().item(),
+        "clip_fraction": ((shift < -below) | (shift > above)).float().mean().item(),
     }
     return per_sample.mean(), metrics

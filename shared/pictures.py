@@ -3,11 +3,13 @@
 import math
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from shared.prompts import Prompt
 
 MAX_IMAGES = 20  # on a sheet of samples
+MAX_ANSWERS = 12  # in a confusion matrix, besides "other"
 MAX_TRAJECTORIES = 4  # in the picture of turning points
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"  # distinguishable with any colour vision, and in grey
 
@@ -148,6 +150,103 @@ def save_replay(
         axes.set_xlabel(axes.get_xlabel() or "iteration")
         if axes.lines:
             axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def save_confusion(
+    path: Path, answers: list[str], rewards: Tensor, prompts: list[Prompt], title: str
+) -> None:
+    """How often each right answer (rows, prompt.metadata["answer"]) got which answer (columns); B of each,
+    rewards (B,). Answers that are rare or that no question has are counted as "other"."""
+    right = [str(prompt.metadata["answer"]) for prompt in prompts]
+    names = sorted(set(right), key=lambda name: (-right.count(name), name))[:MAX_ANSWERS]
+    counts = torch.zeros(len(names) + 1, len(names) + 1, dtype=torch.long)
+    place = {name: i for i, name in enumerate(names)}
+    for asked, given in zip(right, answers, strict=True):
+        counts[place.get(asked, -1), place.get(given.strip(), -1)] += 1
+    names.append("other")
+    rows = [i for i in range(len(names)) if counts[i].any()]
+    figure = _figure(0.55 * len(names) + 2.2, 0.45 * len(rows) + 2.1)
+    axes = figure.add_subplot(figure.add_gridspec(1, 1, **_margins(figure, 0.6, 1.1, 1.0, 0.3))[0, 0])
+    shares = counts[rows] / counts[rows].sum(1, keepdim=True)
+    axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    for i, row in enumerate(rows):
+        for j in range(len(names)):
+            if counts[row, j]:
+                color = "white" if shares[i, j] > 0.5 else "black"
+                axes.text(j, i, int(counts[row, j]), ha="center", va="center", fontsize=8, color=color)
+    axes.set_xticks(range(len(names)), [_shorten(name, 14) for name in names], rotation=45, ha="right")
+    axes.set_yticks(range(len(rows)), [_shorten(names[row], 14) for row in rows])
+    axes.set(xlabel="answer given", ylabel="right answer")
+    figure.suptitle(f"{title}: mean reward {rewards.mean():.3f} over {len(rewards)} answers", fontsize=10)
+    figure.savefig(path)
+
+
+def save_filmstrip(path: Path, states: list, prompts: list[Prompt], times: Tensor) -> None:
+    """A few trajectories of a discrete flow, one a row: what their tokens show at each time.
+
+    states: for each of the times (K+1,) images (B, 3, H, W) in [0, 1], or B answers; B prompts.
+    """
+    count, columns = len(prompts), len(states)
+    figure = _figure(max(1.05 * columns, 6) + 0.2, 1.35 * count + 0.75)
+    grid = figure.add_gridspec(count, columns, **_margins(figure, 0.75, 0.1, 0.1, 0.1))
+    for i, prompt in enumerate(prompts):
+        for k, state in enumerate(states):
+            axes = figure.add_subplot(grid[i, k])
+            if isinstance(state, list):
+                axes.set_axis_off()
+                axes.text(0.5, 0.5, _shorten(state[i], 14), ha="center", va="center", fontsize=9)
+            else:
+                _show(axes, state[i])
+            if i == 0:
+                axes.set_title(f"t = {times[k]:.3g}", fontsize=9)
+        right = prompt.metadata.get("answer")
+        label = prompt.text + (f" (right: {right})" if right else "")
+        box = axes.get_position()
+        figure.text(0.1 / figure.get_figwidth(), box.y0 - 0.02, _shorten(label, 90), fontsize=8, va="top")
+    figure.suptitle("Tokens of a trajectory over the steps of the sampler", fontsize=10)
+    figure.savefig(path)
+
+
+def save_ratio_noise(
+    path: Path, exact: Tensor, estimates: Tensor, counts: tuple[int, ...], clip_range: tuple[float, float]
+) -> None:
+    """How noisy ratios from n draws are, against the clip range, after an iteration of updates.
+
+    exact: ratios (R,); estimates: (len(counts), repeats, R), for each n of counts.
+    """
+    below, above = clip_range
+    figure = _figure(10, 4.2)
+    grid = figure.add_gridspec(1, 2, **_margins(figure, 0.5, 0.6, 0.9, 0.2) | {"wspace": 0.3})
+    spread, error = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+    spread.axhspan(1 - below, 1 + above, color=GREY, alpha=0.2, label="clip range")
+    names = [*map(str, counts), "exact"]
+    boxes = [*(each.flatten().numpy() for each in estimates), exact.numpy()]
+    drawn = spread.boxplot(
+        boxes, whis=(1, 99), showfliers=False, patch_artist=True, medianprops={"color": "black"}
+    )
+    for box, name in zip(drawn["boxes"], names, strict=True):
+        box.set_facecolor(ORANGE if name == "exact" else BLUE)
+    spread.set_xticks(range(1, len(names) + 1), names)
+    spread.set(xlabel="draws n", ylabel="ratio to the policy of the rollout")
+    spread.set_title(f"{len(exact)} ratios: quartiles and 1 to 99 %", fontsize=9)
+    spread.legend(frameon=False, fontsize=8)
+    noise = (estimates - exact).square().mean((1, 2)).sqrt()
+    error.plot(counts, noise, "o-", color=BLUE, label="root mean square error of the estimate")
+    for side, style in [(below, "--"), (above, ":")]:
+        error.axhline(side, color=GREY, linestyle=style, label=f"clip range {side:g}")
+    error.axhline(
+        (exact - 1).square().mean().sqrt(), color=ORANGE, label="exact: distance of the ratio from 1"
+    )
+    error.set_xscale("log")
+    error.set_yscale("log")
+    error.set_xticks(counts, map(str, counts))
+    error.minorticks_off()
+    error.set_xlabel("draws n")
+    error.legend(frameon=False, fontsize=8)
+    for axes in (spread, error):
+        axes.grid(alpha=0.3)
+    figure.suptitle("Ratios estimated from n draws of the clean token (mc), and exact", fontsize=10)
     figure.savefig(path)
 
 

@@ -32,11 +32,13 @@ def sample_noise(policy, seed: int, iteration: int, samples: range | list[int], 
 
     Sample i always gets the same noise, whatever other samples are drawn with it.
     """
-    noise = []
-    for i in samples:
-        state = int(np.random.SeedSequence((seed, iteration, i)).generate_state(1, np.uint64)[0])
-        noise.append(policy.noise(count, torch.Generator().manual_seed(state)))
-    return torch.stack(noise)
+    return torch.stack([policy.noise(count, sample_generator(seed, iteration, i)) for i in samples])
+
+
+def sample_generator(seed: int, iteration: int, sample: int) -> torch.Generator:
+    """A generator on the CPU that only these three numbers, each 0 or more, decide."""
+    state = int(np.random.SeedSequence((seed, iteration, sample)).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(state)
 
 
 def rollout(

@@ -18,10 +18,12 @@ from tqdm import tqdm
 
 from shared.command import StopSignal
 from shared.errors import InputError
-from shared.pictures import save_reward_curve, save_samples
+from shared.evaluation import Evaluation
+from shared.pictures import save_confusion, save_reward_curve, save_samples
+from shared.prompts import load_prompts
 from shared.rewards import Reward, Scores
 from shared.rollout import Rollout
-from shared.training import EMA, Evaluation, gather, set_values, timed
+from shared.training import EMA, gather, set_values, timed
 
 CHECKPOINTS_KEPT = 2
 
@@ -72,8 +74,9 @@ class Run:
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             settings = dataclasses.asdict(args) | {"output_dir": folder, "resume": None}
-            if Path(args.prompts).exists():
-                settings["prompts"] = str(Path(args.prompts).resolve())  # to be resumed from any folder
+            for name in ("prompts", "eval_prompts"):
+                if settings[name] and Path(settings[name]).exists():
+                    settings[name] = str(Path(settings[name]).resolve())  # to be resumed from any folder
             text = json.dumps({"algorithm": args.algorithm} | settings, indent=2) + "\n"
             write_beside(path / "args.json", lambda file: file.write_text(text))
         except OSError as error:
@@ -98,6 +101,7 @@ class Run:
         """
         self.policy, self.optimizer, self.ema, self.buffer = policy, optimizer, ema, buffer
         self.rewards, self.evaluation = rewards, evaluation
+        self.prompts_digest = self._prompts_digest()
         if self.args.resume:
             self._restore()
         if self.iteration in (0, self.args.num_iterations):  # new, or all trained but its end not written
@@ -105,7 +109,7 @@ class Run:
         if self.iteration == 0:
             self.eval_before = self.evaluated.rewards.mean().item()
             if self.accelerator.is_main_process:
-                save_samples(self.folder / "samples_before.png", *self.evaluated, "before training")
+                self._save_samples("before", "before training")
             self._save()
 
     def _restore(self) -> None:
@@ -121,9 +125,9 @@ class Run:
             raise InputError(f"{path} does not fit the model: only one of them has {', '.join(differing)}")
         set_values(weights.values(), [state["module"][name] for name in weights])
         set_values(self.ema.average, state["ema"])
-        if state["prompts"] != self._prompts_digest():
+        if state["prompts"] != self.prompts_digest:
             raise InputError(
-                f"--prompts {self.args.prompts} has changed since the run began: start a new run"
+                "the prompts have changed since the run began: restore the file, or start a new run"
             )
         self.optimizer.load_state_dict(state["optimizer"])
         if self.buffer is not None:
@@ -161,7 +165,7 @@ class Run:
 
     def _evaluate(self) -> float:
         with self.ema.applied():
-            self.evaluated = self.evaluation.run(self.policy, self.rewards, self.args.reward_batch_size)
+            self.evaluated = self.evaluation.run(self.rewards)
         return self.evaluated.rewards.mean().item()
 
     def log(
@@ -219,7 +223,7 @@ class Run:
         if self.accelerator.is_main_process:
             state = {
                 "eval_before": self.eval_before,
-                "prompts": self._prompts_digest(),
+                "prompts": self.prompts_digest,
                 "module": self._trainable(),
                 "optimizer": self.optimizer.state_dict(),
                 "ema": self.ema.average,
@@ -232,8 +236,16 @@ class Run:
                 old.unlink()
         self.accelerator.wait_for_everyone()
 
+    def _save_samples(self, name: str, title: str) -> None:
+        """The picture of the latest evaluation: a sheet of its images, or what it answered."""
+        if isinstance(self.evaluated.samples, list):
+            save_confusion(self.folder / f"confusion_{name}.png", *self.evaluated, title)
+        else:
+            save_samples(self.folder / f"samples_{name}.png", *self.evaluated, title)
+
     def _prompts_digest(self) -> str:
-        text = json.dumps(self.evaluation.all_prompts, sort_keys=True)
+        sets = [load_prompts(source) for source in (self.args.prompts, self.args.eval_prompts) if source]
+        text = json.dumps(sets, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _trainable(self) -> dict[str, Tensor]:
@@ -248,7 +260,7 @@ class Run:
         if self.writer is not None:
             self.writer.close()
         title = f"after {self.args.num_iterations} iterations"
-        save_samples(self.folder / "samples_after.png", *self.evaluated, title)
+        self._save_samples("after", title)
         save_reward_curve(self.folder / "reward.png", self.history, self.eval_before)
         self.policy.module = self.accelerator.unwrap_model(self.policy.module)
         with self.ema.applied():

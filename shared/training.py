@@ -1,4 +1,4 @@
-"""What a training loop needs around its algorithm: evaluation, EMA, the update, processes, timing."""
+"""What a training loop needs around its algorithm: set-up, EMA, the update, processes, timing."""
 
 import contextlib
 import time
@@ -14,42 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from shared.errors import InputError
 from shared.policies import make_policy
 from shared.prompts import Prompt, load_prompts, sample_groups
-from shared.rewards import Reward, make_rewards, score
-from shared.rollout import ode_sample, sample_noise
-
-EVALUATION = 2**31  # the "iteration" whose noise evaluations use; training never gets there
-
-
-class Evaluated(NamedTuple):
-    """The images of one evaluation."""
-
-    images: Tensor  # (B, 3, H, W) in [0, 1]
-    rewards: Tensor  # (B,)
-    prompts: list[Prompt]
-
-
-class Evaluation:
-    """Fixed prompts and fixed noise, the same in every run and for every seed, sampled by the ODE."""
-
-    def __init__(
-        self, policy, prompts: list[Prompt], num_samples: int, num_steps: int, batch_size: int | None
-    ):
-        self.all_prompts = prompts
-        self.prompts = [prompts[i % len(prompts)] for i in range(num_samples)]
-        self.cond = policy.encode(self.prompts)
-        self.noise = sample_noise(policy, 0, EVALUATION, range(num_samples), 1)[:, 0]
-        self.sigmas = policy.sigmas(num_steps)
-        self.batches = micro_batches(num_samples, batch_size)
-
-    def run(self, policy, rewards: list[Reward], reward_batch_size: int | None) -> Evaluated:
-        """What the policy's present weights make of the prompts and the noise. Every process computes all of
-        it."""
-        images = []
-        for rows in self.batches:
-            cond = {name: value[rows] for name, value in self.cond.items()}
-            images.append(policy.decode(ode_sample(policy, self.noise[rows], cond, self.sigmas)).cpu())
-        images = torch.cat(images)
-        return Evaluated(images, score(rewards, images, self.prompts, reward_batch_size).total, self.prompts)
+from shared.rewards import Reward, make_rewards
 
 
 class EMA:
@@ -83,25 +48,29 @@ class Setup(NamedTuple):
 
     accelerator: Accelerator
     prompts: list[Prompt]
+    eval_prompts: list[Prompt]
     share: range  # the groups of this process, of those of an iteration
     policy: Any
     rewards: list[Reward]
 
 
-def set_up(args) -> Setup:
+def set_up(args, task: str | None = None) -> Setup:
     """Load the prompts, the model and the rewards. Raises InputError, before a weight is trained or a file
     written, for prompts that are too few or that the model cannot take, and for groups that processes cannot
-    share."""
+    share.
+
+    task: None for a continuous flow; what a discrete one makes, "generation" or "understanding".
+    """
     prompts = load_prompts(args.prompts)
+    eval_prompts = load_prompts(args.eval_prompts) if args.eval_prompts else prompts
     sample_groups(len(prompts), args.num_prompts, args.seed, 0)
     accelerator = Accelerator()
     share = own_groups(accelerator, args.num_prompts)
-    policy, rewards = (
-        make_policy(args.model, accelerator.device),
-        make_rewards(args.reward, accelerator.device),
-    )
-    policy.encode(prompts)
-    return Setup(accelerator, prompts, share, policy, rewards)
+    policy = make_policy(args.model, accelerator.device, task)
+    rewards = make_rewards(args.reward, accelerator.device, task or "generation")
+    for each in (prompts, eval_prompts):
+        policy.encode(each)
+    return Setup(accelerator, prompts, eval_prompts, share, policy, rewards)
 
 
 def prepare(accelerator: Accelerator, policy, args):

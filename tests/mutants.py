@@ -240,14 +240,14 @@ MUTANTS = [
     Mutant(
         GRPO + "clipped_surrogate",
         "clips above only",
-        "ratio.clamp(1 - clip_range, 1 + clip_range)",
-        "ratio.clamp(max=1 + clip_range)",
+        "ratio.clamp(1 - below, 1 + above)",
+        "ratio.clamp(max=1 + above)",
         SURROGATE,
     ),
     Mutant(
         GRPO + "clipped_surrogate",
         "no clip",
-        "ratio.clamp(1 - clip_range, 1 + clip_range)",
+        "ratio.clamp(1 - below, 1 + above)",
         "ratio",
         SURROGATE,
     ),
@@ -289,8 +289,8 @@ MUTANTS = [
     Mutant(
         GRPO + "clipped_surrogate",
         "clip fraction counts one side",
-        "(deviation > clip_range)",
-        "(ratio > 1 + clip_range)",
+        "((shift < -below) | (shift > above))",
+        "(shift > above)",
         SURROGATE,
     ),
     Mutant(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -20,6 +21,7 @@ from torch.testing import assert_close
 from algos import flow_grpo, op_grpo, tp_grpo
 from shared.command import saved_args
 from shared.errors import InputError, RewardError
+from shared.evaluation import ode_evaluation
 from shared.grpo import group_advantages
 from shared.policies.digits import DigitsPolicy
 from shared.prompts import load_prompts, sample_groups
@@ -28,7 +30,6 @@ from shared.rollout import ode_sample, rollout, sample_noise
 from shared.sde import shifted_sigmas
 from shared.training import (
     EMA,
-    Evaluation,
     apply_update,
     average,
     gather,
@@ -226,7 +227,7 @@ def test_a_changed_prompts_file_is_refused_when_a_run_is_resumed(tmp_path):
     (tmp_path / "three.txt").write_text("a one\na two\na four\n")
     args = saved_args(flow_grpo.Args, str(tmp_path / "run"))
     args.num_iterations = 2
-    with pytest.raises(InputError, match="three.txt has changed since the run began"):
+    with pytest.raises(InputError, match="the prompts have changed since the run began"):
         flow_grpo.train(args)
 
 
@@ -238,8 +239,8 @@ def test_evaluation_and_export_use_the_averaged_weights(tmp_path):
         assert torch.equal(exported[name], mean)
     assert not torch.equal(exported["label.weight"], state["module"]["label.weight"])
     policy = DigitsPolicy(weights=tmp_path / "run" / "digits.safetensors")
-    evaluation = Evaluation(policy, load_prompts(SMALL["prompts"]), 10, 20, None)
-    rewards = evaluation.run(policy, make_rewards("label"), None).rewards
+    evaluation = ode_evaluation(policy, load_prompts(SMALL["prompts"]), flow_grpo.Args(eval_samples=10))
+    rewards = evaluation.run(make_rewards("label")).rewards
     assert rewards.mean().item() == history[-1]["eval_reward"]
 
 
@@ -540,12 +541,14 @@ def test_gathered_values_are_in_order():
 
 def test_evaluation_does_not_depend_on_its_batches():
     policy, rewards = DigitsPolicy(), make_rewards("label")
-    whole = Evaluation(policy, load_prompts("digits"), 13, 5, None).run(policy, rewards, None)
-    parts = Evaluation(policy, load_prompts("digits"), 13, 5, 4).run(policy, rewards, 3)
-    assert_close(parts.images, whole.images, rtol=1e-4, atol=1e-5)
+    args = flow_grpo.Args(eval_samples=13, eval_steps=5)
+    whole = ode_evaluation(policy, load_prompts("digits"), args).run(rewards)
+    args = replace(args, micro_batch_size=4, reward_batch_size=3)
+    parts = ode_evaluation(policy, load_prompts("digits"), args).run(rewards)
+    assert_close(parts.samples, whole.samples, rtol=1e-4, atol=1e-5)
     noise = sample_noise(policy, 0, 2**31, range(13), 1)[:, 0]
     cond = policy.encode([load_prompts("digits")[i % 10] for i in range(13)])
-    assert_close(whole.images, policy.decode(ode_sample(policy, noise, cond, policy.sigmas(5))))
+    assert_close(whole.samples, policy.decode(ode_sample(policy, noise, cond, policy.sigmas(5))))
     assert_close(parts.rewards, whole.rewards, rtol=1e-4, atol=1e-5)
 
 
@@ -558,7 +561,7 @@ def test_averages_are_weighted():
 
 def test_what_is_set_up_before_a_run():
     options = {"num_prompts": 3, "prompts": SMALL["prompts"], "reward": "ink:2", "model": "digits-faithful"}
-    accelerator, prompts, share, policy, rewards = set_up(flow_grpo.Args(**options))
+    accelerator, prompts, eval_prompts, share, policy, rewards = set_up(flow_grpo.Args(**options))
     assert [p.text.split()[-1] for p in prompts] == ["one", "four", "seven"] and list(share) == [0, 1, 2]
     assert policy.device == accelerator.device and [(r.name, r.weight) for r in rewards] == [("ink", 2.0)]
     shipped = load_file(ROOT / "shared" / "assets" / "digits_faithful.safetensors")

@@ -1,0 +1,491 @@
+"""dFlowGRPO: its loss against enumeration of all states, draws and trajectories; masks; the rollout; which
+steps are trained."""
+
+import contextlib
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_oracle_discrete import draw, f64, metric
+from torch.testing import assert_close
+
+from algos.dflow_grpo import (
+    Args,
+    aggregate,
+    dpo_loss,
+    draws_log_ratio,
+    mc_log_ratio,
+    posterior_kl,
+    resolve,
+    step_loss,
+    surrogate,
+    trained_steps,
+)
+from oracle import chain
+from shared.ctmc import MetricPath, MixturePath, transition_kl, transition_log_prob
+from shared.token_rollout import (
+    TokenRollout,
+    at_draws,
+    averaged_law,
+    ratio_noise,
+    sample_uniforms,
+    token_rollout,
+)
+
+GOLDEN = {case["id"]: (case["inputs"], case["expected"]) for case in json.loads(
+    (Path(__file__).parent / "data" / "discrete_golden.json").read_text())["cases"]}  # fmt: skip
+FREE = resolve(Args(aggregation="product", clip_range=(1e9, 1e9)))  # a clip that never acts
+
+EXACT_PATHS = {
+    "uniform": chain.Mixture(3),
+    "masked": chain.Mixture(3, "mask", 1, power=2.0),
+    "metric": metric(0, 3),
+}
+
+
+def project_path(path):
+    """The project's path like one of the oracle's."""
+    if isinstance(path, chain.Metric):
+        return MetricPath(torch.tensor(path.distance, dtype=torch.float64), path.c, path.a)
+    return MixturePath(path.vocab_size, path.source, path.mask_id, path.power, path.corrector)
+
+
+class TablePolicy:
+    """A policy whose logits are a table over all V^D states (S, D, V): everything can be enumerated."""
+
+    def __init__(self, path, table, table_ref=None):
+        self.path, self.num_tokens = path, table.shape[1]
+        self.table = table.clone().requires_grad_()
+        self.table_ref = table if table_ref is None else table_ref
+
+    def times(self, num_steps):
+        return torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
+
+    def source(self, n, generator):
+        return self.path.draw_source((n, self.num_tokens), generator)
+
+    def posterior_logits(self, x, t, cond):
+        place = self.path.vocab_size ** torch.arange(self.num_tokens - 1, -1, -1)
+        x = torch.nn.functional.pad(x, (0, self.num_tokens - x.shape[1]))
+        return self.table[(x * place).sum(-1)][:, : cond["mask"].shape[1]]
+
+    @contextlib.contextmanager
+    def reference(self):
+        trained, self.table = self.table, self.table_ref
+        yield
+        self.table = trained
+
+
+def all_trajectories(path, table, times, start):
+    """All trajectories of positive probability as ids (N, K+1, D), and their probabilities (N,)."""
+    steps = chain.steps_of(times.tolist())
+    paths, chance = chain.possible(path, table, steps, start)
+    return torch.tensor(chain.states(path.vocab_size, table.shape[1]))[paths], chance
+
+
+def old_log_prob(policy, table, states, times):
+    """log p_old of every step's tokens (N, K, D)."""
+    old, cond, K = (
+        TablePolicy(policy.path, table),
+        {"mask": torch.ones_like(states[:, 0]).bool()},
+        len(times) - 1,
+    )
+    with torch.no_grad():
+        return torch.stack([
+            transition_log_prob(
+                policy.path, old.posterior_logits(states[:, k], 0.0, cond), states[:, k], states[:, k + 1],
+                float(times[k]), float(times[k + 1] - times[k]), last=k == K - 1,
+            ) for k in range(K)
+        ], dim=1)  # fmt: skip
+
+
+def at_b_draws(values, draws):
+    """values (B, D, V) at draws (B, n, D): (B, n, D)."""
+    return at_draws(values, draws.movedim(1, 0)).movedim(0, 1)
+
+
+def ones(states):
+    return {"mask": torch.ones_like(states[:, 0]).bool()}
+
+
+# ---- the objective
+
+
+@pytest.mark.parametrize("name", EXACT_PATHS)
+@pytest.mark.parametrize("how", ["product", "geometric", "token"])
+def test_the_loss_has_the_exact_gradient_of_the_expected_reward(name, how):
+    """Over all trajectories of all trained steps, at theta_old: E[A grad log r] = grad J, to rounding."""
+    oracle_path = EXACT_PATHS[name]
+    V, D = oracle_path.vocab_size, 2
+    path, table, reward = project_path(oracle_path), draw(10, V**D, D, V), draw(12, V**D)
+    start, times = draw(11, V**D).softmax(0), f64([0.0, 0.2, 0.55, 1.0])
+    states, chance = all_trajectories(oracle_path, table, times, start)
+    policy = TablePolicy(path, table)
+    trajectory = TokenRollout(states, old_log_prob(policy, table, states, times), None, None, 0, 0)
+    final = (states[:, -1] * torch.tensor([V, 1])).sum(-1)
+    advantages = len(states) * chance * reward[final]  # so that the mean over rows is the expectation
+    args = replace(FREE, aggregation=how)
+    steps = trained_steps(path, times, args)
+    assert steps == ([1, 2] if name in ("metric", "masked") else [0, 1, 2])  # kappa = t^2 is still at t = 0
+    for k in steps:
+        loss, metrics = step_loss(policy, trajectory, k, ones(states), times, advantages, args)
+        loss.backward()
+        assert metrics["ratio_mean"] == 1.0 and metrics["ratio_deviation"] == 0.0 and metrics["kl"] is None
+    exact = chain.reward_gradient(oracle_path, table, chain.steps_of(times.tolist()), start, reward)
+    assert exact.abs().max() > 1e-3
+    assert_close(policy.table.grad, -exact / (1 if how == "product" else D), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", EXACT_PATHS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_mc_is_unbiased_with_the_used_draw(name, n):
+    """One token, one step, all draws enumerated: E_old[r A] is the new policy's expected reward."""
+    oracle_path = EXACT_PATHS[name]
+    V, times = 3, f64([0.3, 0.55, 1.0])
+    path, table, reward = project_path(oracle_path), draw(20, V, 1, V), draw(22, V)
+    start, new = draw(21, V).softmax(0), table + 0.7 * draw(23, V, 1, V)
+    kernel = chain.kernel_table(oracle_path, chain.steps_of(times.tolist())[0])
+    rows = []
+    for x, y, *draws in itertools.product(range(V), repeat=2 + n):
+        p = table[x, 0].softmax(-1)
+        chance = start[x] * kernel[x, draws[0], y] * p[draws].prod()
+        if chance > 0:
+            rows.append((x, y, draws, chance))
+    states = torch.tensor([[x, y, 0] for x, y, _, _ in rows])[..., None]
+    draws = torch.tensor([d for _, _, d, _ in rows])[:, None, :, None]  # (N, 1, n, 1)
+    chance = torch.stack([c for *_, c in rows])
+    assert chance.sum().item() == pytest.approx(1, abs=1e-12)
+    log_p = at_b_draws(table[states[:, 0, 0]].log_softmax(-1), draws[:, 0])[:, None]
+    h = float(times[1] - times[0])
+    log_q = at_b_draws(path.log_kernel_column(states[:, 0], states[:, 1], 0.3, h), draws[:, 0])[:, None]
+    trajectory = TokenRollout(states, log_p, draws, log_q, 0, 0)
+    policy, args = TablePolicy(path, new), replace(FREE, ratio="mc")
+    advantages = len(rows) * chance * reward[states[:, 1, 0]]
+    loss, _ = step_loss(policy, trajectory, 0, ones(states), times, advantages, args)
+    laws = torch.stack([chain.token_transition(new[x, 0].softmax(-1), kernel[x]) for x in range(V)])
+    assert -loss.item() == pytest.approx((start @ laws @ reward).item(), rel=1e-12)
+
+    at_old = TablePolicy(path, table)
+    loss, metrics = step_loss(at_old, trajectory, 0, ones(states), times, advantages, args)
+    loss.backward()
+    assert metrics["ratio_deviation"] == 0.0
+    leaf = table.clone().requires_grad_()
+    laws = torch.stack([chain.token_transition(leaf[x, 0].softmax(-1), kernel[x]) for x in range(V)])
+    assert_close(
+        at_old.table.grad, -torch.autograd.grad(start @ laws @ reward, leaf)[0], rtol=1e-11, atol=1e-15
+    )
+    contract = mc_log_ratio(
+        path, new[states[:, 0, 0]].log_softmax(-1), table[states[:, 0, 0]].log_softmax(-1), states[:, 0],
+        states[:, 1], draws[:, 0].movedim(1, 0), 0.3, h,
+    )  # fmt: skip
+    stored = at_draws(new[states[:, 0, 0]].log_softmax(-1), draws[:, 0].movedim(1, 0))
+    stored = draws_log_ratio(stored, log_p[:, 0].movedim(1, 0), log_q[:, 0].movedim(1, 0))
+    assert torch.equal(contract, stored)
+
+
+def test_mean_field_is_the_posterior_at_the_source():
+    path, table = MixturePath(3), draw(30, 9, 2, 3)
+    states = torch.tensor([[[0, 1], [2, 2], [2, 0]], [[1, 1], [1, 2], [0, 2]]])
+    times, A = f64([0.0, 0.5, 1.0]), f64([1.0, -0.5])
+    ends = table[[1, 4]].log_softmax(-1).gather(-1, states[:, -1, :, None])[..., 0]  # states (0, 1), (1, 1)
+    new = table + draw(31, 9, 2, 3)
+    new_ends = new[[1, 4]].log_softmax(-1).gather(-1, states[:, -1, :, None])[..., 0]
+    trajectory = TokenRollout(states, ends[:, None], None, None, 0, 0)
+    for ratio, expected in [
+        ("mean_field", -(A[:, None] * (new_ends - ends).exp()).mean()),
+        ("mean_field_sequence", -(A * (new_ends - ends).mean(1).exp()).mean()),
+    ]:
+        args = replace(resolve(Args(ratio=ratio)), clip_range=(1e9, 1e9))
+        assert trained_steps(path, times, args) == [0]
+        loss, _ = step_loss(TablePolicy(path, new), trajectory, 0, ones(states), times, A, args)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_which_steps_are_trained():
+    times = torch.arange(5, dtype=torch.float64) / 4
+    released = Args(sampler="released", ratio="mc")
+    for path, own in [(MixturePath(3), [0, 1, 2, 3]), (MetricPath(1 - torch.eye(3)), [1, 2, 3])]:
+        assert trained_steps(path, times, Args()) == trained_steps(path, times, Args(ratio="mc")) == own
+        assert trained_steps(path, times, released) == [0, 1, 2]
+        assert trained_steps(path, times[[0, -1]], Args()) == [0]  # a single step is the last one
+        assert trained_steps(path, times, Args(ratio="mean_field_sequence")) == [0]
+
+
+# ---- masks and ragged token counts
+
+
+RAGGED = [
+    *itertools.product(["exact", "mc"], ["product", "geometric"], ["grpo", "dpo"]),
+    *itertools.product(["exact", "mc"], ["token"], ["grpo"]),
+    ("mean_field", "token", "grpo"),
+    ("mean_field_sequence", "geometric", "dpo"),
+]
+
+
+@pytest.mark.parametrize("ratio, how, loss", RAGGED)
+@pytest.mark.parametrize("kl", ["posterior", "transition", "k3"])
+def test_padding_counts_for_nothing(ratio, how, loss, kl):
+    """Samples of one and of two tokens in one batch: the loss and its gradient are the mean of each alone."""
+    V, path = 3, project_path(EXACT_PATHS["metric"])
+    table = draw(41, V * V, 2, V) * torch.tensor([1.0, 1.5])[:, None]
+    args = replace(resolve(Args(ratio=ratio, aggregation=how, loss=loss)), clip_range=(0.3, 0.1))
+    args = replace(args, beta=0.2, kl=kl, group_size=2, dpo_beta=0.7)
+    times, A = f64([0.1, 0.5, 1.0]), f64([1.0, -0.7])
+    one = [[[1, 0], [2, 0], [0, 0]], [[2, 0], [2, 0], [1, 0]]]  # its second token is padding
+    two = [[[1, 2], [1, 1], [0, 1]], [[2, 1], [1, 1], [1, 2]]]
+
+    def loss_of(samples, mask):
+        states, mask = torch.tensor(samples)[..., : len(mask[0])], torch.tensor(mask)
+        policy = TablePolicy(path, table, table - 0.2 * draw(43, *table.shape))
+        old = TablePolicy(path, table + 0.3 * draw(42, *table.shape))
+        with torch.no_grad():
+            log_p = [old.posterior_logits(states[:, k], 0.0, {"mask": mask}).log_softmax(-1) for k in (0, 1)]
+        draws = torch.stack([states[:, 1:], (states[:, 1:] + 1) % V], 2)  # (B, 2, n = 2, D)
+        log_q = at_b_draws(path.log_kernel_column(states[:, 0], states[:, 1], 0.1, 0.4), draws[:, 0])
+        log_q = log_q.masked_fill(~mask[:, None], 0.0)[:, None]
+        stored = {
+            "exact": (old_log_prob(policy, old.table.detach(), states, times), None, None),
+            "mc": (torch.stack([at_b_draws(log_p[k], draws[:, k]) for k in (0, 1)], 1), draws, log_q),
+        }.get(ratio, (log_p[0].gather(-1, states[:, -1, :, None])[..., 0][:, None], None, None))
+        advantages, trajectory = A.repeat(len(states) // 2), TokenRollout(states, *stored, 0, 0)
+        value, metrics = step_loss(policy, trajectory, 0, {"mask": mask}, times, advantages, args)
+        value.backward()
+        return value.item(), metrics["kl"], policy.table.grad
+
+    whole = loss_of(one + two, [[True, False]] * 2 + [[True, True]] * 2)
+    first, second = loss_of(one, [[True]] * 2), loss_of(two, [[True, True]] * 2)
+    for i in (0, 1):
+        assert whole[i] == pytest.approx((first[i] + second[i]) / 2, rel=1e-10)
+    assert_close(whole[2], (first[2] + second[2]) / 2, rtol=1e-9, atol=1e-14)
+    assert whole[1] > 0 and whole[2].abs().max() > 1e-3
+
+
+# ---- the paper's functions
+
+
+def golden(found, expected):
+    assert_close(torch.as_tensor(found), f64(expected), rtol=1e-9, atol=1e-13)
+
+
+def test_golden_step_of_three_tokens():
+    inputs, expected = GOLDEN["G09_joint_three_tokens"]
+    path = MetricPath.from_embeddings(f64(inputs["embeddings"]), inputs["c"], inputs["a"])
+    p, p_old, p_ref = (f64(inputs[name]).log() for name in ("p_new", "p_old", "p_ref"))
+    x, x_next = torch.tensor(inputs["x"]), torch.tensor(inputs["x_next"])
+    t, h, jump = inputs["t"], inputs["h"], inputs["variant"]
+    new, old, ref = (
+        transition_log_prob(path, each, x, x_next, t, h, jump=jump) for each in (p, p_old, p_ref)
+    )
+    golden(new - old, expected["log_ratio_per_token"])
+    log_ratio, mask, A = (
+        (new - old)[None],
+        torch.ones(1, 3).bool(),
+        f64([inputs["advantage"]]),
+    )
+    golden(aggregate(log_ratio, mask, "product").exp()[0], expected["ratio_product"])
+    golden(aggregate(log_ratio, mask, "geometric").exp()[0], expected["ratio_geometric_mean"])
+    clip_range = inputs["eps_low"], inputs["eps_high"]
+    names = {"product": "loss_product", "geometric": "loss_geometric", "token": "loss_token_mean"}
+    for how, name in names.items():
+        golden(surrogate(log_ratio, mask, A, how, clip_range)[0], expected[name])
+    golden(posterior_kl(p, p_ref), expected["kl_posterior_per_token"])
+    golden(transition_kl(path, p, p_ref, x, t, h, jump=jump), expected["kl_transition_per_token"])
+    golden(new - ref, expected["log_ratio_ref_per_token"])
+    rho = new - ref
+    golden(torch.expm1(-rho) + rho, expected["k3_per_token"])
+
+
+def test_surrogate_by_token_clips_each_and_averages_each_sample_first():
+    log_ratio = f64([[0.5, -0.5, 9.0], [0.05, 0.1, -0.3]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    loss, metrics = surrogate(log_ratio, mask, f64([2.0, -1.0]), "token", (0.2, 0.1))
+    r = log_ratio.exp()
+    first = (-2 * 1.1 - 2 * r[0, 1]) / 2  # max(-A r, -A clip(r)) of each token
+    second = (r[1, 0] + r[1, 1] + 0.8) / 3
+    assert loss.item() == pytest.approx(((first + second) / 2).item(), rel=1e-12)
+    assert metrics["clip_fraction"] == pytest.approx(4 / 5)
+    assert metrics["ratio_mean"] == pytest.approx(r[mask].mean().item(), rel=1e-12)
+
+
+def test_dpo_pairs_the_best_with_the_worst():
+    A = f64([0.3, 1.0, -1.0, -0.3, 0.0, 0.0, 1.0, -1.0])
+    r = f64([0.1, -0.2, 0.4, 0.3, 7.0, 9.0, 0.5, -0.5]).requires_grad_()
+    beta, log = 0.5, torch.nn.functional.logsigmoid
+    loss = dpo_loss(r, A, 4, beta)
+    pairs = [(1, 2), (0, 3), (6, 7)]  # and (4, 5), equals, which count 0
+    expected = -sum(log(beta * (r[i] - r[j])) for i, j in pairs) / 4
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    gradient = torch.autograd.grad(loss, r)[0]
+    assert_close(gradient, torch.autograd.grad(expected, r)[0], rtol=1e-12, atol=0)
+    assert (gradient[[1, 0, 6]] < 0).all() and gradient[4] == gradient[5] == 0
+    odd = dpo_loss(torch.tensor([0.0, 5.0, 1.0]), torch.tensor([-1.0, 0.0, 1.0]), 3, 1.0)
+    assert odd.item() == pytest.approx(-log(torch.tensor(1.0)).item())  # the middle one has no partner
+
+
+@pytest.mark.parametrize("name", EXACT_PATHS)
+def test_k3_estimates_the_kl_of_the_transitions(name):
+    """Its mean over x_next of the old policy is that KL, at theta_old; so are `kl` of the loss and its
+    gradient with "transition"."""
+    oracle_path = EXACT_PATHS[name]
+    V, path = 3, project_path(oracle_path)
+    table, ref = draw(50, V, 1, V), draw(51, V, 1, V)
+    times = f64([0.3, 0.55, 1.0])
+    kernel = chain.kernel_table(oracle_path, chain.steps_of(times.tolist())[0])
+    law = {n: torch.stack([chain.token_transition(t[x, 0].softmax(-1), kernel[x]) for x in range(V)])
+           for n, t in [("p", table), ("ref", ref)]}  # fmt: skip
+    rows = [(x, y) for x in range(V) for y in range(V) if law["p"][x, y] > 0]
+    states = torch.tensor([[x, y, 0] for x, y in rows])[..., None]
+    old = old_log_prob(TablePolicy(path, table), table, states, times)
+    trajectory = TokenRollout(states, old, None, None, 0, 0)
+    expected = chain.kl(law["p"], law["ref"]).mean()
+    chance = torch.stack([law["p"][x, y] for x, y in rows]) / V
+    values = []
+    for i in range(len(rows)):
+        part = TokenRollout(states[i : i + 1], old[i : i + 1], None, None, 0, 0)
+        args = replace(FREE, beta=1.0, kl="k3")
+        policy = TablePolicy(path, table, ref)
+        values.append(step_loss(policy, part, 0, ones(states[:1]), times, torch.zeros(1), args)[1]["kl"])
+    assert (chance * f64(values)).sum().item() == pytest.approx(expected.item(), rel=1e-10)
+    each = torch.arange(V)[:, None]  # one row a state
+    found = transition_kl(path, table, ref, each, 0.3, 0.25)
+    assert found.mean().item() == pytest.approx(expected.item(), rel=1e-10)
+    assert (found <= posterior_kl(table, ref) + 1e-14).all()
+    del trajectory
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="how must be one of product, geometric, token, not 'mean'"):
+        aggregate(torch.zeros(1, 1), torch.ones(1, 1).bool(), "mean")
+
+
+# ---- rollouts
+
+
+@pytest.mark.parametrize("name", EXACT_PATHS)
+def test_the_rollout_has_the_exact_law(name):
+    """Frequencies of states after every step against enumeration, 40,000 samples. A right rollout exceeds the
+    bounds less than once in a million."""
+    oracle_path, N = EXACT_PATHS[name], 40_000
+    V, D = 3, 2
+    path, table = project_path(oracle_path), draw(10, V**D, D, V)
+    policy, times = TablePolicy(path, table), f64([0.0, 0.2, 0.55, 1.0])
+    source = path.draw_source((N, D), torch.Generator().manual_seed(1))
+    uniforms = torch.rand(N, 3, 2, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = token_rollout(policy, source, uniforms, {"mask": torch.ones(N, D).bool()}, times).states
+    start = torch.bincount(source @ torch.tensor([V, 1]), minlength=V**D) / N
+    exact = chain.marginals(oracle_path, table, chain.steps_of(times.tolist()), start.double())
+    for k in range(4):
+        frequency = torch.bincount(found[:, k] @ torch.tensor([V, 1]), minlength=V**D) / N
+        bound = 6 * (exact[k] * (1 - exact[k]) / N).sqrt() + 30 / N
+        assert ((frequency - exact[k]).abs() <= bound).all(), k
+
+
+@pytest.mark.parametrize("keep", ["transitions", "draws", "ends", None])
+@pytest.mark.parametrize("sampler", ["conditional", "released"])
+def test_what_the_rollout_keeps(keep, sampler):
+    V, D, path = 3, 2, project_path(EXACT_PATHS["metric"])
+    policy, times = TablePolicy(path, draw(60, V**D, D, V)), f64([0.0, 0.4, 0.7, 1.0])
+    source, uniforms = sample_uniforms(policy, 0, 1, range(40), 3, 4)
+    mask = torch.ones(40, D).bool()
+    mask[::2, 1] = False
+    kept = token_rollout(policy, source, uniforms, {"mask": mask}, times, sampler=sampler, keep=keep)
+    assert kept.states.shape == (40, 4, D) and torch.equal(kept.states[:, 0], source)
+    assert (kept.nfe_rows, kept.nfe_calls) == (120, 3)
+    assert (kept.states[::2, :, 1] == source[::2, None, 1]).all()  # padding stands still
+    moved = kept.states[:, 1:] != kept.states[:, :-1]
+    assert moved[:, 1].any() and not moved[:, 0].any()  # the first step of this path is the identity
+    plain = token_rollout(policy, source, uniforms[:, :, :2], {"mask": mask}, times)
+    same = torch.equal(plain.states, kept.states)
+    assert same == (sampler == "conditional")  # further draws leave the trajectory as it is
+    half = token_rollout(
+        policy, source[7:20], uniforms[7:20], {"mask": mask[7:20]}, times, sampler=sampler, keep=keep
+    )
+    for part, all_of_it in zip(half[:4], kept[:4], strict=True):
+        assert part is None if all_of_it is None else torch.equal(part, all_of_it[7:20])
+    cond, states = {"mask": mask}, kept.states
+    log_p = [policy.posterior_logits(states[:, k], 0.0, cond).log_softmax(-1) for k in range(3)]
+    if keep == "transitions":
+        assert_close(
+            kept.log_prob, old_log_prob(policy, policy.table.detach(), states, times), rtol=0, atol=0
+        )
+    if keep == "draws":
+        for k in range(3):
+            assert torch.equal(kept.log_prob[:, k], at_b_draws(log_p[k], kept.draws[:, k]))
+            step = float(times[k]), float(times[k + 1] - times[k]), "exp", k == 2
+            q = path.log_kernel_column(states[:, k], states[:, k + 1], *step)
+            inside = mask[:, None].expand(-1, 4, -1)
+            assert torch.equal(kept.log_weight[:, k][inside], at_b_draws(q, kept.draws[:, k])[inside])
+        assert torch.equal(kept.draws[:, 2, 0][mask], states[:, 3][mask])  # the last step is its X1
+        assert (kept.log_weight[:, :, 0] > -torch.inf).all() or sampler == "released"
+    if keep == "ends":
+        assert torch.equal(kept.log_prob[:, 0], log_p[0].gather(-1, states[:, 3, :, None])[..., 0])
+    if keep is None:
+        assert kept.log_prob is None and kept.draws is None
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_released_sampler_is_another_kernel_for_more_than_one_draw(n):
+    """Over all n draws, its law is the oracle's enumeration; the trained kernel is that of one draw."""
+    oracle_path, V = EXACT_PATHS["metric"], 3
+    path, p = project_path(oracle_path), draw(70, V, V).softmax(-1)
+    step = chain.steps_of([0.3, 0.8, 1.0])[0]
+    law = torch.zeros(V, V, dtype=torch.float64)
+    for draws in itertools.product(range(V), repeat=n):
+        chances = torch.stack([p[:, v] for v in draws]).prod(0)
+        drawn = torch.tensor(draws)[:, None, None].expand(n, 1, V)
+        law += chances[:, None] * averaged_law(path, torch.arange(V)[None], drawn, step.t, step.h)[0]
+    assert_close(law, chain.released_table(oracle_path, p, step, n), rtol=1e-12, atol=1e-15)
+    kernel = chain.kernel_table(oracle_path, step)
+    trained = torch.stack([chain.token_transition(p[x], kernel[x]) for x in range(V)])
+    assert (abs(law - trained).max() > 0.02) == (n > 1)
+
+
+def test_top_k_cuts_the_posterior():
+    path, table = MixturePath(4), draw(80, 16, 2, 4)
+    policy, cond = TablePolicy(path, table), {"mask": torch.ones(300, 2).bool()}
+    source, uniforms = sample_uniforms(policy, 0, 1, range(300), 1)
+    one_step = f64([0.0, 1.0])
+    first = policy.posterior_logits(source, 0.0, cond)
+    for top_k in (1, 2):
+        ends = token_rollout(policy, source, uniforms, cond, one_step, top_k=top_k).states[:, 1]
+        best = first.topk(top_k, dim=-1).indices
+        assert (best == ends[..., None]).any(-1).all()
+    assert len(set(map(tuple, torch.stack([source, ends], -1).view(-1, 2).tolist()))) > 4
+
+
+def test_noise_depends_on_the_sample_alone():
+    policy = TablePolicy(MixturePath(3), draw(90, 9, 2, 3))
+    source, uniforms = sample_uniforms(policy, 5, 2, range(8), 3, 4)
+    again, fewer = sample_uniforms(policy, 5, 2, [6, 1], 3, 1)
+    assert torch.equal(again, source[[6, 1]]) and torch.equal(fewer, uniforms[[6, 1]][:, :, :2])
+    assert uniforms.shape == (8, 3, 5, 2) and uniforms.dtype == torch.float64
+    assert len(uniforms.unique()) == uniforms.numel()
+    for other in [
+        sample_uniforms(policy, 4, 2, range(8), 3, 4),
+        sample_uniforms(policy, 5, 3, range(8), 3, 4),
+    ]:
+        assert not (other[1] == uniforms).any()
+
+
+def test_the_noise_of_the_ratio_is_measured_around_the_exact_one():
+    V, D, path = 3, 2, project_path(EXACT_PATHS["metric"])
+    old, new = draw(95, 4, D, V), draw(95, 4, D, V) + 0.5 * draw(96, 4, D, V)
+    x, y = torch.tensor([[0, 1], [1, 2], [2, 2], [0, 0]]), torch.tensor([[0, 2], [1, 2], [1, 2], [1, 0]])
+    column = path.log_kernel_column(x, y, 0.4, 0.2)
+    possible = (column > -torch.inf).any(-1)
+    assert possible.sum() >= 6
+    exact, estimates = ratio_noise(
+        path, new, old, x, y, 0.4, 0.2, jump="exp", counts=(1, 3), repeats=20_000,
+        generator=torch.Generator().manual_seed(0), estimate=draws_log_ratio, reduce=torch.clone,
+    )  # fmt: skip
+    logs = [transition_log_prob(path, each, x, y, 0.4, 0.2) for each in (new, old)]
+    kept = possible.flatten()
+    assert torch.equal(exact[kept], (logs[0] - logs[1])[possible].exp())
+    r, truth = estimates[..., kept], exact[kept]
+    assert r.shape == (2, 20_000, possible.sum())
+    error = (r.mean(1) - truth).abs()
+    assert (error <= 6 * r.std(1) / 20_000**0.5 + 1e-12).all()  # unbiased for every n
+    assert (r.std(1)[1] <= r.std(1)[0] + 1e-9).all() and r.std(1)[0].max() > 0.05
