@@ -146,10 +146,9 @@ def train_token_flow(
             x = paths[task].sample(x1, t[:, None])
             noised = (x, label) if task == "generation" else (levels[rows], x[:, 0])
             logits = network(*noised, t, task)
-            target = (
-                x1 if path == "metric" else torch.where(x == paths[task].mask_id, x1, -100)
-            )  # -100: ignored
-            loss = loss + cross_entropy(logits.transpose(1, 2), target, reduction="sum") / x1.numel()
+            if path == "mask":
+                x1 = torch.where(x == paths[task].mask_id, x1, -100)  # cross_entropy ignores -100
+            loss = loss + cross_entropy(logits.transpose(1, 2), x1, reduction="sum") / x1.numel()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -104,7 +104,7 @@ def test_carry_over_keeps_what_is_revealed_with_a_gradient_of_exactly_zero():
     result = carry_over(logits, x)
     assert result.tolist() == [[1, 2, 3, -inf], [-inf, 0, -inf, -inf]]
     log_prob = transition_log_prob(token_path_of_three(), result, x, torch.tensor([2, 1]), 0.5, 0.125)
-    assert float(log_prob[0]) < 0 and float(log_prob[1]) == 0
+    assert log_prob[0] < 0 and log_prob[1] == 0
     log_prob.sum().backward()
     expected = torch.tensor([0.0, 0.0, 1.0]) - torch.tensor([1.0, 2.0, 3.0]).softmax(0)
     assert_close(logits.grad, torch.stack([expected, torch.zeros(3)]))
@@ -161,7 +161,7 @@ IMAGE = [[0] * 8] * 8
 
 
 @pytest.mark.parametrize("metadata, message", [
-    ({}, 'prompt "which?" needs an "image": 8 rows of 8 integers, 0 to 16'),
+    ({}, 'prompt "which." needs an "image": 8 rows of 8 integers, 0 to 16'),
     ({"image": "three.png", "answer": "three"}, "8 rows of 8"),
     ({"image": IMAGE[:7], "answer": "three"}, "8 rows of 8"),
     ({"image": [[0] * 9, [0] * 7] + IMAGE[:6], "answer": "three"}, "8 rows of 8"),
