@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
 from shared.errors import InputError
 
+DIGIT_IMAGES = Path(__file__).parent / "assets" / "digit_images.safetensors"  # by scripts/pretrain_toys.py
+HELD_OUT = 360  # the last of the images: no model was trained to name them
+BUILT_IN = ("digits", "digit-images", "digit-images-test")
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -22,19 +26,23 @@ class Prompt(NamedTuple):
 def load_prompts(source: str) -> list[Prompt]:
     """The prompts of a built-in set or of a file.
 
-    source: "digits" (ten prompts, "a handwritten zero" .. "a handwritten nine"), or the path of a UTF-8 file:
-    one prompt a line, or for names ending in .jsonl one object a line, with its text under "prompt" and the
-    rest kept as metadata.
+    source: "digits" (ten prompts, "a handwritten zero" .. "a handwritten nine"), "digit-images" (1,437 real
+    digits, each with the question which one it is; its image and answer are metadata), "digit-images-test"
+    (the 360 held out), or the path of a UTF-8 file: one prompt a line, or for names ending in .jsonl one
+    object a line, with its text under "prompt" and the rest kept as metadata.
     Blank lines are skipped. Raises InputError, in one line, for a file that is missing, not UTF-8, malformed
     or without prompts.
     """
     if source == "digits":
         return [Prompt(f"a handwritten {word}", {}) for word in DIGIT_WORDS]
+    if source in BUILT_IN:
+        return _digit_images(slice(-HELD_OUT) if source == "digit-images" else slice(-HELD_OUT, None))
     path = Path(source)
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
-        raise InputError(f'no prompts file {source}: give a path, or the built-in set "digits"') from None
+        sets = ", ".join(f'"{name}"' for name in BUILT_IN)
+        raise InputError(f"no prompts file {source}: give a path, or a built-in set ({sets})") from None
     except UnicodeDecodeError as error:
         raise InputError(
             f"prompts file {source} is not UTF-8 (byte {error.start}): save it as UTF-8"
@@ -46,6 +54,16 @@ def load_prompts(source: str) -> list[Prompt]:
     if not prompts:
         raise InputError(f"prompts file {source} holds no prompts: write one a line")
     return prompts
+
+
+def _digit_images(rows: slice) -> list[Prompt]:
+    """Questions about the real digits: an image is eight rows of eight grey levels, 0 to 16."""
+    digits = load_file(DIGIT_IMAGES)
+    pairs = zip(digits["images"][rows].tolist(), digits["labels"][rows].tolist(), strict=True)
+    return [
+        Prompt("which digit is this?", {"image": image, "answer": DIGIT_WORDS[label]})
+        for image, label in pairs
+    ]
 
 
 def _parse_json_line(line: str, where: str) -> Prompt:

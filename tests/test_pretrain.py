@@ -5,6 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from shared.policies.digit_tokens import DigitTokensPolicy
 from shared.policies.digits import DigitsPolicy
 from shared.rewards import toy
 
@@ -13,16 +14,29 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_toys.py"
 
 def test_pretraining_writes_what_the_policy_and_the_judge_load(tmp_path, capsys):
     script = runpy.run_path(str(SCRIPT))
-    script["main"](script["Args"](output_dir=tmp_path, flow_steps=3, judge_steps=3))
+    script["main"](script["Args"](output_dir=tmp_path, flow_steps=3, judge_steps=3, token_steps=3))
     assert DigitsPolicy(weights=tmp_path / "digits.safetensors").module is not None
     toy.DigitsJudge().load_state_dict(load_file(tmp_path / "digits_judge.safetensors"))
+    for name, path, time_input in [
+        ("digit_tokens", "metric", False),
+        ("digit_tokens_masked", "mask", False),
+        ("digit_tokens_timed", "metric", True),
+    ]:
+        weights = tmp_path / f"{name}.safetensors"
+        assert DigitTokensPolicy(weights=weights, path=path, time_input=time_input).module is not None
     for name, limit in [
         ("digits.safetensors", 1_000_000),
         ("digits_faithful.safetensors", 1_000_000),
         ("digits_judge.safetensors", 1_000_000),
+        ("digit_tokens.safetensors", 2_000_000),
+        ("digit_tokens_masked.safetensors", 2_000_000),
+        ("digit_tokens_timed.safetensors", 2_000_000),
+        ("digit_images.safetensors", 1_000_000),
     ]:
         shipped = SCRIPT.parents[1] / "shared" / "assets" / name
         assert shipped.stat().st_size == (tmp_path / name).stat().st_size < limit
+    images = "digit_images.safetensors"
+    assert (tmp_path / images).read_bytes() == (SCRIPT.parents[1] / "shared" / "assets" / images).read_bytes()
 
 
 def test_quality_of_the_shipped_weights_is_what_the_readme_says(capsys):

@@ -1,6 +1,7 @@
 """Prompts, the group sampler, rewards and their contract, and the embedded digits model."""
 
 import io
+import json
 import tempfile
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from PIL import Image
 
 from shared.errors import InputError
 from shared.policies import make_policy
+from shared.policies.digit_tokens import DigitTokensPolicy
 from shared.policies.digits import DigitsPolicy
-from shared.prompts import Prompt, digit_of, load_prompts, sample_groups
+from shared.prompts import DIGIT_WORDS, Prompt, digit_of, load_prompts, sample_groups
 from shared.rollout import ode_sample, sample_noise
 
 
@@ -22,6 +24,26 @@ def test_digits_are_ten_prompts_in_words():
     prompts = load_prompts("digits")
     assert [digit_of(p.text) for p in prompts] == list(range(10))
     assert prompts[3].text == "a handwritten three"
+
+
+def test_digit_images_are_the_real_digits():
+    """In the order of scripts/pretrain_toys.py, whose last 360 no model was trained to name."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0)).numpy()
+    prompts = load_prompts("digit-images") + load_prompts("digit-images-test")
+    assert len(prompts) == 1797 and len(load_prompts("digit-images")) == int(0.8 * 1797)
+    assert [p.metadata["image"] for p in prompts] == data.images[order].astype(int).tolist()
+    assert [p.metadata["answer"] for p in prompts] == [DIGIT_WORDS[label] for label in data.target[order]]
+    assert {p.text for p in prompts} == {"which digit is this?"}
+    assert json.loads(json.dumps(prompts[0].metadata)) == prompts[0].metadata
+
+
+def test_a_missing_file_names_the_built_in_sets():
+    with pytest.raises(InputError, match="digits.*digit-images.*digit-images-test") as error:
+        load_prompts("missing.txt")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("text, digit", [("Draw a SEVEN!", 7), ("the figure 4", 4), ("a 4, a four", 4)])
@@ -127,6 +149,20 @@ def test_unknown_models_are_refused():
     assert isinstance(make_policy("digits"), DigitsPolicy)
     with pytest.raises(InputError, match="unknown model 'sd9': known are digits"):
         make_policy("sd9")
+    assert isinstance(make_policy("digit-tokens", task="understanding"), DigitTokensPolicy)
+    with pytest.raises(InputError, match="unknown model 'sd9': known are digit-tokens"):
+        make_policy("sd9", task="generation")
+
+
+@pytest.mark.parametrize("model, task, message", [
+    ("digit-tokens", None, "'digit-tokens' is discrete: train it with algos/dflow_grpo.py, or use digits"),
+    ("digits", "generation", "'digits' is continuous: train it with algos/flow_grpo.py, algos/tp_grpo.py"),
+    ("digits", "understanding", "algos/op_grpo.py, or use digit-tokens"),
+])  # fmt: skip
+def test_models_of_the_other_kind_are_refused(model, task, message):
+    with pytest.raises(InputError, match=message) as error:
+        make_policy(model, task=task)
+    assert "\n" not in str(error.value)
 
 
 def test_jpeg_is_the_size_in_kilobytes():

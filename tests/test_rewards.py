@@ -72,6 +72,36 @@ def test_bad_specifications_are_refused(spec):
         make_rewards(spec)
 
 
+@pytest.mark.parametrize("spec, task, message", [
+    ("label", "understanding", "'label' scores images, and --task understanding makes answers: use answer"),
+    ("answer,ink", "generation", "'answer' scores answers, and --task generation makes images: use label, "),
+    ("nope", "understanding", "unknown reward 'nope': known are answer"),
+    ("nope", "generation", "unknown reward 'nope': known are label, ink, next, jpeg"),
+])  # fmt: skip
+def test_rewards_of_the_other_task_are_refused(spec, task, message):
+    with pytest.raises(InputError, match=message) as error:
+        make_rewards(spec, task=task)
+    assert "\n" not in str(error.value)
+
+
+ANSWERS = [Prompt("which?", {"answer": word}) for word in ("three", " Four", "five", "six", "six")]
+
+
+@pytest.mark.parametrize("batch_size, calls", [(None, 1), (2, 3)])
+def test_answers_are_right_whatever_their_case_and_blanks(batch_size, calls):
+    given = ["three", "four\n", "FIVE ", "?", "sixth"]
+    scores = score(make_rewards("answer:2", task="understanding"), given, ANSWERS, batch_size)
+    assert scores.parts["answer"].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0] and scores.calls == calls
+    assert scores.total.tolist() == [2.0, 2.0, 2.0, 0.0, 0.0] and scores.total.dtype == torch.float32
+
+
+def test_failures_count_answers():
+    with pytest.raises(RewardError, match=r"returned shape \(4,\) for 5 answers"):
+        score([Reward("broken", 1.0, lambda *args: torch.zeros(4))], ["three"] * 5, ANSWERS)
+    with pytest.raises(RewardError, match="'answer' failed: KeyError: 'answer'"):
+        score(make_rewards("answer", task="understanding"), ["three"] * 5, PROMPTS)
+
+
 def test_next_is_one_where_the_judge_sees_the_digit_after_the_prompted_one():
     """Real images of known digits: the mean of each class, which the judge is sure of."""
     sklearn = pytest.importorskip("sklearn.datasets").load_digits()

@@ -1,19 +1,41 @@
-"""One file a model. A policy is a plain class with the methods of `DigitsPolicy`; there is no base class."""
+"""One file a model. A policy is a plain class with the methods of `DigitsPolicy` (continuous) or
+`DigitTokensPolicy` (discrete); there is no base class."""
 
 from functools import partial
 
 from shared.errors import InputError
+from shared.policies.digit_tokens import DigitTokensPolicy
 from shared.policies.digits import ASSETS, DigitsPolicy
 
-MODELS = {
+MODELS = {  # continuous
     "digits": DigitsPolicy,
     "digits-faithful": partial(DigitsPolicy, weights=ASSETS / "digits_faithful.safetensors"),
 }
+TOKEN_MODELS = {  # discrete
+    "digit-tokens": DigitTokensPolicy,
+    "digit-tokens-masked": partial(
+        DigitTokensPolicy, weights=ASSETS / "digit_tokens_masked.safetensors", path="mask"
+    ),
+    "digit-tokens-timed": partial(
+        DigitTokensPolicy, weights=ASSETS / "digit_tokens_timed.safetensors", time_input=True
+    ),
+}
 
 
-def make_policy(model: str, device="cpu"):
-    """The policy of a model by name, with its pretrained weights, on a device. Raises InputError for an
-    unknown name."""
-    if model not in MODELS:
-        raise InputError(f"unknown model {model!r}: known are {', '.join(MODELS)}")
-    return MODELS[model](device)
+def make_policy(model: str, device="cpu", task: str | None = None):
+    """The policy of a model by name, with its pretrained weights, on a device.
+
+    task: None for a continuous model; "generation" or "understanding" for a discrete one. Raises InputError
+    for an unknown name, and for a model of the other kind.
+    """
+    models, others = (MODELS, TOKEN_MODELS) if task is None else (TOKEN_MODELS, MODELS)
+    if model in others:
+        kind, files = (
+            ("discrete", "algos/dflow_grpo.py")
+            if task is None
+            else ("continuous", "algos/flow_grpo.py, algos/tp_grpo.py or algos/op_grpo.py")
+        )
+        raise InputError(f"model {model!r} is {kind}: train it with {files}, or use {', '.join(models)} here")
+    if model not in models:
+        raise InputError(f"unknown model {model!r}: known are {', '.join(models)}")
+    return models[model](device) if task is None else models[model](device, task=task)
