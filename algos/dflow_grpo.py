@@ -67,7 +67,7 @@ from shared.training import apply_update, average, gather, micro_batches, prepar
 
 AGGREGATION = {"mean_field": "token", "mean_field_sequence": "geometric"}  # where the ratio decides it
 CLIP_RANGES = {"product": (0.2, 0.2), "geometric": (5e-3, 7e-3), "token": (0.2, 0.2)}  # by aggregation
-DRAWS = (1, 2, 4, 8, 24)  # numbers of draws in the picture of the ratio's noise
+DRAWS, PROBED_TOKENS = (1, 2, 4, 8, 24), 4096  # of the picture of the ratio's noise: draws, tokens at most
 KEPT = {"exact": "transitions", "mc": "draws", "joint": "draws", **dict.fromkeys(AGGREGATION, "ends")}
 
 
@@ -344,7 +344,8 @@ def train(args: Args) -> list[dict]:
 
         if probed := iteration == args.num_iterations and measurable:  # for a picture
             k, (_, cond, trajectory) = steps[len(steps) // 2 - 1], trajectories[0]
-            few, states = {name: value[:8] for name, value in cond.items()}, trajectory.states[:8]
+            rows = slice(max(1, PROBED_TOKENS // trajectory.states.shape[2]))
+            few, states = {name: value[rows] for name, value in cond.items()}, trajectory.states[rows]
             x, x_next, t, h = states[:, k], states[:, k + 1], float(times[k]), float(times[k + 1] - times[k])
             with torch.no_grad():
                 before = policy.posterior_logits(x, t, few)
@@ -384,13 +385,12 @@ def train(args: Args) -> list[dict]:
             )  # fmt: skip
             save_ratio_noise(run.folder / "ratio_noise.png", *noise, DRAWS, args.clip_range)
 
-    run.finish()
     if accelerator.is_main_process:
         shown = evaluation.prompts[:4]
         with ema.applied():
-            save_filmstrip(
-                run.folder / "filmstrip.png", decoded_states(policy, shown, times, args.jump), shown, times
-            )
+            states = decoded_states(policy, shown, times, args.jump)
+        save_filmstrip(run.folder / "filmstrip.png", states, shown, times)
+    run.finish()
     return run.history
 
 

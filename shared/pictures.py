@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shared.prompts import Prompt
+from shared.prompts import DIGIT_WORDS, Prompt
 
 MAX_IMAGES = 20  # on a sheet of samples
 MAX_ANSWERS = 12  # in a confusion matrix, besides "other"
@@ -159,19 +159,23 @@ def save_confusion(
     """How often each right answer (rows, prompt.metadata["answer"]) got which answer (columns); B of each,
     rewards (B,). Answers that are rare or that no question has are counted as "other"."""
     right = [str(prompt.metadata["answer"]) for prompt in prompts]
-    names = sorted(set(right), key=lambda name: (-right.count(name), name))[:MAX_ANSWERS]
+    frequent = sorted(set(right), key=lambda name: (-right.count(name), name))[:MAX_ANSWERS]
+    names = [word for word in DIGIT_WORDS if word in frequent]
+    names += sorted(set(frequent) - set(names))
     counts = torch.zeros(len(names) + 1, len(names) + 1, dtype=torch.long)
     place = {name: i for i, name in enumerate(names)}
     for asked, given in zip(right, answers, strict=True):
         counts[place.get(asked, -1), place.get(given.strip(), -1)] += 1
     names.append("other")
     rows = [i for i in range(len(names)) if counts[i].any()]
+    if not counts[:, -1].any():
+        counts, names = counts[:, :-1], names[:-1]
     figure = _figure(0.55 * len(names) + 2.2, 0.45 * len(rows) + 2.1)
     axes = figure.add_subplot(figure.add_gridspec(1, 1, **_margins(figure, 0.6, 1.1, 1.0, 0.3))[0, 0])
     shares = counts[rows] / counts[rows].sum(1, keepdim=True)
     axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     for i, row in enumerate(rows):
-        for j in range(len(names)):
+        for j in range(counts.shape[1]):
             if counts[row, j]:
                 color = "white" if shares[i, j] > 0.5 else "black"
                 axes.text(j, i, int(counts[row, j]), ha="center", va="center", fontsize=8, color=color)
@@ -185,25 +189,34 @@ def save_confusion(
 def save_filmstrip(path: Path, states: list, prompts: list[Prompt], times: Tensor) -> None:
     """A few trajectories of a discrete flow, one a row: what their tokens show at each time.
 
-    states: for each of the times (K+1,) images (B, 3, H, W) in [0, 1], or B answers; B prompts.
+    states: for each of the times (K+1,) images (B, 3, H, W) in [0, 1], or B answers; B prompts. An image that
+    a prompt asks about, if its metadata hold the pixels, stands to the left.
     """
-    count, columns = len(prompts), len(states)
-    figure = _figure(max(1.05 * columns, 6) + 0.2, 1.35 * count + 0.75)
-    grid = figure.add_gridspec(count, columns, **_margins(figure, 0.75, 0.1, 0.1, 0.1))
+    asked = [prompt.metadata.get("image") for prompt in prompts]
+    count, first = len(prompts), int(isinstance(asked[0], list))
+    columns = first + len(states)
+    figure = _figure(max(1.05 * columns, 6) + 0.2, 1.35 * count + 1)
+    grid = figure.add_gridspec(count, columns, **_margins(figure, 0.75, 0.35, 0.1, 0.1))
     for i, prompt in enumerate(prompts):
-        for k, state in enumerate(states):
+        for k in range(columns):
             axes = figure.add_subplot(grid[i, k])
-            if isinstance(state, list):
-                axes.set_axis_off()
-                axes.text(0.5, 0.5, _shorten(state[i], 14), ha="center", va="center", fontsize=9)
+            axes.set_axis_off()
+            if k < first:
+                axes.imshow(asked[i], cmap="gray")
+            elif isinstance(states[k - first], list):
+                words = _shorten(states[k - first][i], 14)
+                axes.text(0.5, 0.5, words, ha="center", va="center", fontsize=9)
             else:
-                _show(axes, state[i])
+                _show(axes, states[k - first][i])
             if i == 0:
-                axes.set_title(f"t = {times[k]:.3g}", fontsize=9)
+                axes.set_title("asked about" if k < first else f"t = {times[k - first]:.3g}", fontsize=9)
         right = prompt.metadata.get("answer")
         label = prompt.text + (f" (right: {right})" if right else "")
-        box = axes.get_position()
-        figure.text(0.1 / figure.get_figwidth(), box.y0 - 0.02, _shorten(label, 90), fontsize=8, va="top")
+        place = (
+            0.1 / figure.get_figwidth(),
+            grid[i, 0].get_position(figure).y0 - 0.05 / figure.get_figheight(),
+        )
+        figure.text(*place, _shorten(label, 90), fontsize=8, va="top")
     figure.suptitle("Tokens of a trajectory over the steps of the sampler", fontsize=10)
     figure.savefig(path)
 

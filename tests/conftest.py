@@ -43,6 +43,12 @@ def pictures_where_they_are_asked_for(request, monkeypatch):
         monkeypatch.setattr("shared.run.save_reward_curve", lambda *args: None)
         monkeypatch.setattr("algos.tp_grpo.save_turning_points", lambda *args: None)
         monkeypatch.setattr("algos.op_grpo.save_replay", lambda *args: None)
+        for module, name in [
+            ("shared.run", "save_confusion"),
+            ("algos.dflow_grpo", "save_filmstrip"),
+            ("algos.dflow_grpo", "save_ratio_noise"),
+        ]:
+            monkeypatch.setattr(f"{module}.{name}", lambda *args: None)
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from algos import flow_grpo, op_grpo, tp_grpo
+from algos import dflow_grpo, flow_grpo, op_grpo, tp_grpo
 from shared import args as shared_args
 from shared.command import flag_value, parse_args, run_command
 
 ROOT = Path(__file__).parents[1]
-MODULES = [flow_grpo, tp_grpo, op_grpo]
+MODULES = [flow_grpo, tp_grpo, op_grpo, dflow_grpo]
 
 
 @pytest.fixture

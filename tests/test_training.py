@@ -1,4 +1,4 @@
-"""Whole runs of the continuous algorithms on the digits: what they leave behind, what must not change their
+"""Whole runs of all algorithms on the digits: what they leave behind, what must not change their
 result."""
 
 import json
@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from algos import flow_grpo, op_grpo, tp_grpo
+from algos import dflow_grpo, flow_grpo, op_grpo, tp_grpo
 from shared.command import saved_args
 from shared.errors import InputError, RewardError
 from shared.evaluation import ode_evaluation
@@ -40,7 +40,9 @@ from shared.training import (
 )
 
 ROOT = Path(__file__).parents[1]
-ALGORITHMS = {"flow_grpo": flow_grpo, "tp_grpo": tp_grpo, "op_grpo": op_grpo}
+ALGORITHMS = {"flow_grpo": flow_grpo, "tp_grpo": tp_grpo, "op_grpo": op_grpo, "dflow_grpo": dflow_grpo}
+STEPS = {"dflow_grpo": 7}  # trained steps of a trajectory, if not 9: the first of eight is the identity
+WEIGHTS = {"dflow_grpo": "digit_tokens.safetensors"}  # file of the model's weights, if another
 # A small run whose update is smooth in the gradient (a large adam_eps), so that runs compare up to rounding.
 SMALL = {
     "num_iterations": 2,
@@ -59,8 +61,13 @@ SMALL = {
 
 def run(module, folder, **options):
     """Train; returns the metrics and the exported weights."""
-    history = module.train(module.Args(output_dir=str(folder), **SMALL | options))
-    return history, load_file(folder / "digits.safetensors")
+    own = {"model": "digit-tokens"} if module is dflow_grpo else {}
+    history = module.train(module.Args(output_dir=str(folder), **SMALL | own | options))
+    return history, load_file(folder / weights_of(module.Args.algorithm))
+
+
+def weights_of(name):
+    return WEIGHTS.get(name, "digits.safetensors")
 
 
 def without_times(history):
@@ -84,15 +91,17 @@ def test_what_a_run_leaves_behind(name, tmp_path):
     assert lines[0]["ratio_mean"] == 1.0 and lines[0]["ratio_deviation"] == 0.0
     assert lines[0]["kl"] == 0.0 and lines[1]["kl"] > 0.0
     assert lines[0]["reward_calls"] == 2
-    assert lines[0]["nfe_rows"] == 12 * (55 if name == "tp_grpo" else 10)
-    assert lines[0]["trained_steps"] == 12 * 9 and lines[0]["equal_groups"] == 0.0
+    assert lines[0]["nfe_rows"] == 12 * {"tp_grpo": 55, "dflow_grpo": 8}.get(name, 10)
+    assert lines[0]["trained_steps"] == 12 * STEPS.get(name, 9) and lines[0]["equal_groups"] == 0.0
     assert lines[0]["reward_label"] + 0.5 * lines[0]["reward_jpeg"] == pytest.approx(
         lines[0]["reward_mean"], abs=1e-5
     )
     settings = json.loads((folder / "args.json").read_text())
     assert settings["algorithm"] == name and settings["group_size"] == 4 and settings["learning_rate"] == 4e-4
-    assert settings["sde_window"] == [0, 9]  # resolved
+    resolved = ("clip_range", [0.005, 0.007]) if name == "dflow_grpo" else ("sde_window", [0, 9])
+    assert settings[resolved[0]] == resolved[1]
     own = {"flow_grpo": [], "tp_grpo": ["turning_points.png"], "op_grpo": ["replay.png"]}
+    own["dflow_grpo"] = ["filmstrip.png", "ratio_noise.png"]
     for picture in ["samples_before.png", "samples_after.png", "reward.png"] + own[name]:
         assert matplotlib.image.imread(folder / picture).std() > 0.05, picture  # something is drawn
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -101,7 +110,7 @@ def test_what_a_run_leaves_behind(name, tmp_path):
     events.Reload()
     logged = [(e.step, e.value) for e in events.Scalars("reward_mean")]
     assert logged == [(m["iteration"], pytest.approx(m["reward_mean"])) for m in lines]
-    assert set(weights) == set(DigitsPolicy().module.state_dict())
+    assert set(weights) == set(load_file(ROOT / "shared" / "assets" / weights_of(name)))
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["eval_reward_after"] == lines[-1]["eval_reward"]
     assert not list(folder.glob("**/*.tmp"))
@@ -119,7 +128,7 @@ def test_micro_batches_do_not_change_the_update(name, size, tmp_path):
     for a, b in zip(whole, parts, strict=True):
         for key in ("reward_mean", "eval_reward", "grad_norm", "nfe_rows"):
             assert a[key] == pytest.approx(b[key], rel=2e-4), key
-    base = load_file(ROOT / "shared" / "assets" / "digits.safetensors")
+    base = load_file(ROOT / "shared" / "assets" / weights_of(name))
     moved = max(float((weights[key] - base[key]).abs().max()) for key in base)
     for key in weights:
         assert_close(part_weights[key], weights[key], rtol=0, atol=2e-3 * moved)
@@ -140,9 +149,10 @@ def test_groups_without_signal_do_not_rescale_the_others(name, tmp_path, monkeyp
     loss = module.step_loss
     monkeypatch.setattr(module, "step_loss", lambda *a: seen.append(1) or loss(*a))
     whole, weights = run(module, tmp_path / "whole", **options)
-    assert len(seen) == 9
+    assert len(seen) == STEPS.get(name, 9)
     parts, part_weights = run(module, tmp_path / "parts", micro_batch_size=4, **options)
-    assert len(seen) - 9 in (18, 19)  # two groups of three; the last micro-batch always runs
+    steps = STEPS.get(name, 9)
+    assert len(seen) - steps in (2 * steps, 2 * steps + 1)  # two groups; the last micro-batch always runs
     assert whole[0]["grad_norm"] == pytest.approx(parts[0]["grad_norm"], rel=2e-4)
 
 
@@ -161,7 +171,7 @@ def test_resume_is_exact(name, tmp_path):
     assert without_times(resumed) == without_times(straight)
     lines = (tmp_path / "resumed" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == resumed
-    resumed_weights = load_file(tmp_path / "resumed" / "digits.safetensors")
+    resumed_weights = load_file(tmp_path / "resumed" / weights_of(name))
     assert all(torch.equal(resumed_weights[key], weights[key]) for key in weights)
     with pytest.raises(InputError, match="iterations are done"):
         module.train(saved_args(module.Args, str(tmp_path / "resumed")))
@@ -347,13 +357,13 @@ def test_two_processes_equal_one(name, tmp_path):
     options = (
         "--num-prompts 2 --group-size 4 --eval-samples 10 --eval-every 1 --adam-eps 1e-2 --output-dir two"
     )
-    options += (
-        " --prompts prompts.txt --model digits --reward label --learning-rate 4e-4 --updates-per-rollout 2"
-    )
+    options += " --prompts prompts.txt --reward label --learning-rate 4e-4 --updates-per-rollout 2"
+    options += " --model digit-tokens" if name == "dflow_grpo" else " --model digits"
     launches = {
         "flow_grpo": [f"{options} --num-iterations 2"],
         "tp_grpo": [f"{options} --num-iterations 1", "--resume two --num-iterations 2"],
         "op_grpo": [f"{options} --num-iterations 2"],
+        "dflow_grpo": [f"{options} --num-iterations 2"],
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -368,14 +378,14 @@ def test_two_processes_equal_one(name, tmp_path):
         assert a["nfe_rows"] == b["nfe_rows"]
         for key in ("reward_mean", "eval_reward", "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
-    base = load_file(ROOT / "shared" / "assets" / "digits.safetensors")
-    two_weights = load_file(tmp_path / "two" / "digits.safetensors")
+    base = load_file(ROOT / "shared" / "assets" / weights_of(name))
+    two_weights = load_file(tmp_path / "two" / weights_of(name))
     moved = max(float((one_weights[key] - base[key]).abs().max()) for key in base)
     for key in base:
         assert_close(two_weights[key], one_weights[key], rtol=0, atol=2e-3 * moved)
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "tp_grpo"])
+@pytest.mark.parametrize("name", ["flow_grpo", "tp_grpo"])  # dflow_grpo's is in test_dflow_grpo.py
 def test_training_teaches(name, tmp_path):
     """Twelve iterations gain at least half of what seeds 0 to 2 gained: 0.08 (flow), 0.19 (tp)."""
     options = {
@@ -406,10 +416,12 @@ def test_updates_per_rollout(name, tmp_path):
     for updates in (1, 3):
         folder = tmp_path / str(updates)
         options = {"num_iterations": 3, "micro_batch_size": 5, "learning_rate": 3e-3, "clip_range": 0.01}
+        if name == "dflow_grpo":
+            options |= {"clip_range": (0.01, 0.01), "aggregation": "product"}
         history, _ = run(ALGORITHMS[name], folder, updates_per_rollout=updates, **options)
         state = torch.load(folder / "checkpoints" / "000003.pt", weights_only=True)
         assert {int(s["step"]) for s in state["optimizer"]["state"].values()} == {3 * updates}
-        assert all(m["trained_steps"] == 12 * 9 * updates for m in history)
+        assert all(m["trained_steps"] == 12 * STEPS.get(name, 9) * updates for m in history)
         for m in history:
             assert m["ratio_deviation"] == 0.0
             assert (m["ratio_mean"] == 1.0) == (m["clip_fraction"] == 0.0) == (updates == 1)
