@@ -63,6 +63,8 @@ class Args:
     """Training steps of the judge, batches of 256."""
     token_steps: int = 6000
     """Training steps of each discrete flow, batches of 256."""
+    token_samples: int = 400
+    """Images of each digit by which the quality of a discrete flow is measured."""
     check: bool = False
     """Train nothing; print the quality of the weights in shared/assets/."""
 
@@ -157,7 +159,7 @@ def train_token_flow(
     return ema.module
 
 
-def report_quality() -> None:
+def report_quality(token_samples: int) -> None:
     """Print how good the weights in shared/assets/ are."""
     pixels, labels = real_digits()
     judge = DigitsJudge()
@@ -186,23 +188,24 @@ def report_quality() -> None:
             means = ", ".join(f"{part} {value.mean():.3f}" for part, value in parts.items())
             print(f"{model}, {name}: {means}; judge's confidence in the digit it sees {confidence:.3f}")
     for model in TOKEN_FLOWS:
-        report_token_quality(model)
+        report_token_quality(model, token_samples)
 
 
-def report_token_quality(model: str) -> None:
-    """Print the rewards of a discrete flow: 400 images of each digit, and the held-out digits named."""
+def report_token_quality(model: str, samples: int) -> None:
+    """Print the rewards of a discrete flow: of `samples` images of each digit, and of four answers to each
+    held-out digit."""
     policy = make_policy(model, task="generation")
-    rewards, prompts = make_rewards("label,ink"), [p for p in load_prompts("digits") for _ in range(400)]
+    rewards, prompts = make_rewards("label,ink"), [p for p in load_prompts("digits") for _ in range(samples)]
     for num_steps in (4, 8, 16):
         made = sample_tokens(policy, prompts, num_steps)
         parts = score(rewards, made, prompts).parts
         means = ", ".join(f"{part} {value.mean():.3f}" for part, value in parts.items())
         print(f"{model}, {num_steps} steps: {means}")
     policy = make_policy(model, task="understanding")
-    prompts = load_prompts("digit-images-test")
+    prompts = load_prompts("digit-images-test") * 4
     for name, greedy in [("sampled", False), ("greedy", True)]:
-        made = sample_tokens(policy, prompts * 4, 8, greedy)
-        accuracy = score(make_rewards("answer", task="understanding"), made, prompts * 4).total.mean()
+        made = sample_tokens(policy, prompts, 8, greedy)
+        accuracy = score(make_rewards("answer", task="understanding"), made, prompts).total.mean()
         print(f"{model}, understanding, 8 steps, {name}: accuracy {accuracy:.3f} on the held-out digits")
 
 
@@ -239,7 +242,7 @@ def main(args: Args) -> None:
             args.output_dir / "digits_judge.safetensors",
         )
     if args.check or args.output_dir == ASSETS:
-        report_quality()
+        report_quality(args.token_samples)
 
 
 if __name__ == "__main__":

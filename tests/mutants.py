@@ -38,6 +38,10 @@ REPLAYED = "test_rollout.test_replayed_rows_follow_their_states"
 VARIANCE = "test_rollout.test_log_weight_variance_is_the_closed_form"
 UNEVEN = "test_grpo.test_weight_metrics"
 SET_UP = "test_training.test_what_is_set_up_before_a_run"
+TOKENS = "shared.policies.digit_tokens."
+LEVEL_PATHS = "test_digit_tokens.test_metric_paths_are_a_quarter_circle_and_labels_equally_far_apart"
+CARRY_OVER = "test_digit_tokens.test_carry_over_keeps_what_is_revealed_with_a_gradient_of_exactly_zero"
+ANSWERS = "test_rewards.test_answers_are_right_whatever_their_case_and_blanks"
 CTMC, DISTANCES = "shared.ctmc.", "shared.distances."
 MIXTURE, METRIC = CTMC + "MixturePath.", CTMC + "MetricPath."
 CARRIED = "test_ctmc.test_rates_carry_their_path"
@@ -788,9 +792,85 @@ MUTANTS = [
     Mutant(
         "shared.policies.make_policy",
         "unknown models crash",
-        "if model not in MODELS:",
+        "if model not in models:",
         "if False:",
         "test_prompts.test_unknown_models_are_refused",
+    ),
+    Mutant(
+        "shared.policies.make_policy",
+        "models of the other kind are unknown",
+        "if model in others:",
+        "if False:",
+        "test_prompts.test_models_of_the_other_kind_are_refused",
+    ),
+    Mutant(
+        "shared.rewards.make_rewards",
+        "rewards of the other task are unknown",
+        "if name in others:",
+        "if False:",
+        "test_rewards.test_rewards_of_the_other_task_are_refused",
+    ),
+    Mutant(
+        "shared.prompts.load_prompts",
+        "the held-out images are trained on",
+        "slice(-HELD_OUT) if",
+        "slice(None) if",
+        "test_prompts.test_digit_images_are_the_real_digits",
+    ),
+    Mutant("shared.rewards.answers.make_answer", "wrong answers are right", " == ", " != ", ANSWERS),
+    Mutant("shared.rewards.answers._plain", "capitals are wrong", ".casefold()", "", ANSWERS),
+    Mutant("shared.rewards.answers._plain", "blanks are wrong", ".strip()", "", ANSWERS),
+    # ---- the discrete model ----
+    Mutant(TOKENS + "token_path", "levels on a half circle", "* math.pi / 2", "* math.pi", LEVEL_PATHS),
+    Mutant(
+        TOKENS + "token_path",
+        "labels are ordered",
+        "else torch.eye(NUM_CLASSES, dtype=torch.float64)",
+        "else circle[:NUM_CLASSES]",
+        LEVEL_PATHS,
+    ),
+    Mutant(
+        TOKENS + "token_path",
+        "the first symbol is the mask",
+        "mask_id=symbols",
+        "mask_id=0",
+        "test_digit_tokens.test_masked_paths_have_a_mask_token_after_the_others",
+    ),
+    Mutant(
+        TOKENS + "carry_over",
+        "revealed tokens are drawn again",
+        "x[..., None] == mask_id",
+        "x[..., None] >= 0",
+        CARRY_OVER,
+    ),
+    Mutant(TOKENS + "carry_over", "a mask token is clean", "value=-math.inf", "value=0.0", CARRY_OVER),
+    Mutant(
+        TOKENS + "DigitTokensPolicy.posterior_logits",
+        "the time stands still",
+        "float(t)",
+        "0.0",
+        "test_digit_tokens.test_contract",
+    ),
+    Mutant(
+        TOKENS + "DigitTokensPolicy.decode",
+        "masks are black",
+        "x == LEVELS, 0.5",
+        "x == LEVELS, 0.0",
+        "test_digit_tokens.test_levels_are_grey_and_masks_are_mid_grey",
+    ),
+    Mutant(
+        TOKENS + "DigitTokensPolicy.decode",
+        "words are off by one",
+        '(*DIGIT_WORDS, "?")',
+        '("?", *DIGIT_WORDS)',
+        "test_digit_tokens.test_labels_are_words_and_masks_are_question_marks",
+    ),
+    Mutant(
+        TOKENS + "_pixels_of",
+        "fractions are levels",
+        "type(level) is int and ",
+        "",
+        "test_digit_tokens.test_prompts_without_image_or_answer_are_refused",
     ),
     Mutant(
         "shared.training.Evaluation.run",

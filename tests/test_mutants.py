@@ -15,6 +15,7 @@ COVERED = [
     f"shared.{name}" for name in ("sde", "grpo", "rollout", "prompts", "rewards", "policies", "training")
 ]
 COVERED += ["shared.ctmc", "shared.distances"]
+COVERED += ["shared.policies.digit_tokens", "shared.rewards.answers"]
 COVERED += ["algos.flow_grpo", "algos.tp_grpo", "algos.op_grpo"]
 EXEMPT = {f"{name}.train" for name in COVERED} | {"shared.training.timed"}  # whole runs; a stopwatch
 FIXTURES = {"linear_policy": LinearPolicy}
@@ -23,11 +24,10 @@ FIXTURES = {"linear_policy": LinearPolicy}
 def resolve(path: str):
     """The module and the function or method of an import path."""
     parts = path.split(".")
-    module = importlib.import_module(".".join(parts[:2]))
-    target = module
+    target = importlib.import_module(".".join(parts[:2]))
     for name in parts[2:]:
         target = getattr(target, name)
-    return module, target
+    return importlib.import_module(target.__module__), target
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def applied(mutant: Mutant, folder: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(importlib.sys.modules, spec.name, mutated)  # dataclasses look their module up
         spec.loader.exec_module(mutated)
-    for name in mutant.function.split(".")[2:]:
+    for name in mutant.function.removeprefix(module.__name__ + ".").split("."):
         mutated = getattr(mutated, name)
     original = function.__code__, function.__defaults__
     function.__code__, function.__defaults__ = mutated.__code__, mutated.__defaults__
