@@ -274,16 +274,17 @@ def trained_steps(path, times: Tensor, args: Args) -> list[int]:
 def resolve(args: Args) -> Args:
     """The settings with their defaults filled in. Raises InputError for settings that cannot be run."""
     understanding, decided = args.task == "understanding", AGGREGATION.get(args.ratio)
-    args = replace(
-        args,
-        prompts=args.prompts or ("digit-images" if understanding else "digits"),
-        reward=args.reward or ("answer" if understanding else "label"),
-        eval_top_k=int(understanding) if args.eval_top_k is None else args.eval_top_k,
-        aggregation=args.aggregation or decided or "geometric",
-    )
-    args.clip_range = args.clip_range or CLIP_RANGES[args.aggregation]
-    if args.prompts == "digit-images":
-        args.eval_prompts = args.eval_prompts or "digit-images-test"
+    aggregation = args.aggregation or decided or "geometric"
+    defaults = {
+        "prompts": "digit-images" if understanding else "digits",
+        "reward": "answer" if understanding else "label",
+        "eval_top_k": 1 if understanding else 0,
+        "aggregation": aggregation,
+        "clip_range": CLIP_RANGES[aggregation],
+    }
+    args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
+    if args.prompts == "digit-images" and args.eval_prompts is None:
+        args.eval_prompts = "digit-images-test"
     released, dpo, size = args.sampler == "released", args.loss == "dpo", args.micro_batch_size
     bounds = {
         "eval_top_k": (args.eval_top_k >= 0, "0 or more"),

@@ -100,11 +100,11 @@ def token_rollout(
                 log_probs.append(at_draws(logits.log_softmax(-1), draws).movedim(0, 1))
                 log_weights.append(at_draws(column, draws).masked_fill(~mask, 0.0).movedim(0, 1))
             elif keep == "ends" and k == 0:
-                at_source = logits.log_softmax(-1)
+                at_source = logits
             x = x_next
             states.append(x)
         if keep == "ends":
-            log_probs.append(at_source.gather(-1, x[..., None])[..., 0])
+            log_probs.append(transition_log_prob(path, at_source, states[0], x, 0.0, 1.0, last=True))
     columns = (torch.stack(c, dim=1) if c else None for c in (states, log_probs, all_draws, log_weights))
     return TokenRollout(*columns, len(x) * K, K)
 

@@ -51,21 +51,9 @@ BAD = {  # the command line -> what the one line says
     "--reward label:0": "other than 0",
     "--reward label,label": "given twice",
     "--reward ''": "unknown reward ''",
-    "--model sd9": "unknown model 'sd9': known are digits, digits-faithful",
-    "--sde-window 0 10": "--sde-window 0 10: it must satisfy 0 <= START < STOP <= 9",
-    "--sde-window -1 4": "0 <= START < STOP <= 9",
-    "--sde-window 4 4": "0 <= START < STOP <= 9",
-    "--num-steps 5 --sde-window 0 5": "STOP <= 4",
-    "--num-steps 1": "--num-steps 1: it must be at least 2",
-    "--noise-level 0": "--noise-level 0.0: it must be above 0",
-    "--noise-level -0.5": "above 0",
-    "--noise-level nan": "above 0",
-    "--sampler cps --noise-level 1.2": "at most 1 for --sampler cps",
     "--group-size 1": "--group-size 1: it must be at least 2",
     "--num-prompts 0": "--num-prompts 0: it must be at least 1",
     "--num-prompts 11": "the set has 10 prompts",
-    "--clip-range -0.2": "--clip-range -0.2: it must be above 0",
-    "--clip-range 0": "above 0",
     "--beta -1": "--beta -1.0: it must be 0 or more",
     "--learning-rate 0": "--learning-rate 0.0: it must be above 0",
     "--learning-rate nan": "above 0",
@@ -91,7 +79,6 @@ BAD = {  # the command line -> what the one line says
     "--prompts empty.txt": "holds no prompts",
     "--prompts latin.txt": "not UTF-8",
     "--prompts folder": "cannot be read",
-    "--prompts cats.txt --num-prompts 1": 'prompt "a cat" must name exactly one digit',
     "--prompts one.txt": "the set has 1 prompts",
     "--prompts broken.jsonl": "broken.jsonl, line 2: not JSON",
     "--prompts nokey.jsonl": 'its text under "prompt"',
@@ -108,6 +95,21 @@ BAD = {  # the command line -> what the one line says
     "--resume young-{name} --seed 3 --beta 1": "leave out --beta, --seed",
     "--resume young-{name} --output-dir other": "leave out --output-dir",
     "--resume future-{name}": "of another version",
+}
+FLOW = {  # of the continuous algorithms
+    "--model sd9": "unknown model 'sd9': known are digits, digits-faithful",
+    "--sde-window 0 10": "--sde-window 0 10: it must satisfy 0 <= START < STOP <= 9",
+    "--sde-window -1 4": "0 <= START < STOP <= 9",
+    "--sde-window 4 4": "0 <= START < STOP <= 9",
+    "--num-steps 5 --sde-window 0 5": "STOP <= 4",
+    "--num-steps 1": "--num-steps 1: it must be at least 2",
+    "--noise-level 0": "--noise-level 0.0: it must be above 0",
+    "--noise-level -0.5": "above 0",
+    "--noise-level nan": "above 0",
+    "--sampler cps --noise-level 1.2": "at most 1 for --sampler cps",
+    "--clip-range -0.2": "--clip-range -0.2: it must be above 0",
+    "--clip-range 0": "above 0",
+    "--prompts cats.txt --num-prompts 1": 'prompt "a cat" must name exactly one digit',
 }
 TP_ONLY = {
     "--reward-tolerance -1": "--reward-tolerance -1.0: it must be 0 or more",
@@ -130,7 +132,28 @@ OP_ONLY = {
     "--max-weight nan": "above 0",
     "--sde-window 2 6": "START must be 0, or give --no-correction",
 }
-OWN = {flow_grpo: {}, tp_grpo: TP_ONLY, op_grpo: OP_ONLY}
+DFLOW_ONLY = {
+    "--model digits": "model 'digits' is continuous: train it with",
+    "--model sd9": "unknown model 'sd9': known are digit-tokens, digit-tokens-masked, digit-tokens-timed",
+    "--task understanding --reward label": "reward 'label' scores images",
+    "--reward answer": "reward 'answer' scores answers",
+    "--task understanding --prompts cats.txt --num-prompts 1": "image",
+    "--prompts cats.txt --num-prompts 1": 'prompt "a cat" must name exactly one digit',
+    "--eval-prompts cats.txt": 'prompt "a cat" must name exactly one digit',
+    "--eval-prompts missing.txt": "no prompts file missing.txt",
+    "--eval-top-k -1": "--eval-top-k -1: it must be 0 or more",
+    "--num-steps 0": "--num-steps 0: it must be at least 1",
+    "--num-steps 1 --sampler released --ratio mc": "at least 1, or 2 with --sampler released",
+    "--num-draws 0": "--num-draws 0: it must be at least 1",
+    "--clip-range 0.1 0": "--clip-range (0.1, 0.0): it must be above 0, both",
+    "--clip-range nan 0.1": "above 0, both",
+    "--dpo-beta 0": "--dpo-beta 0.0: it must be above 0",
+    "--ratio mean_field --aggregation product": "it must be token with --ratio mean_field",
+    "--sampler released": "--sampler released: it must be conditional, unless --ratio is mc",
+    "--loss dpo --aggregation token": "--loss dpo: it must be grpo where tokens are clipped one by one",
+    "--loss dpo --micro-batch-size 24": "--micro-batch-size 24: --loss dpo needs whole groups of 16",
+}
+OWN = {flow_grpo: FLOW, tp_grpo: FLOW | TP_ONLY, op_grpo: FLOW | OP_ONLY, dflow_grpo: DFLOW_ONLY}
 CASES = [(module, line, said) for module in MODULES for line, said in (BAD | OWN[module]).items()]
 
 
@@ -169,15 +192,10 @@ def test_help_explains_every_option(module, capsys):
         assert re.search(rf'^    {field.name}: .*\n    """', source, re.MULTILINE), (
             f"{field.name} has no docstring"
         )
-    for symbol in (
-        "epsilon:",
-        "beta:",
-        "a: strength",
-        "T: steps",
-        "G: images",
-        "P: prompts",
-        "upstream: train.clip_range",
-    ):
+    symbols = ["epsilon:", "a: strength", "T: steps", "G: images", "upstream: train.clip_range"]
+    if module is dflow_grpo:
+        symbols = ["n of --ratio mc", "K: steps", "G: samples", "upstream: eps_low, eps_high"]
+    for symbol in [*symbols, "beta:", "P: prompts"]:
         assert symbol in " ".join(text.replace("│", " ").split()), symbol
 
 
@@ -223,7 +241,7 @@ def test_run_lines_of_the_docstring_parse(module):
             parse_args(module.Args, line[2:])
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "tp_grpo"])
+@pytest.mark.parametrize("name", ["flow_grpo", "tp_grpo", "dflow_grpo"])
 def test_tests_named_in_the_docstring_exist(name):
     """Each claimed difference from the authors' code names a test; it must be there."""
     text = (ROOT / "algos" / f"{name}.py").read_text()
