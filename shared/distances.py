@@ -80,6 +80,9 @@ class DistanceMatrix:
 class EmbeddingDistance:
     """d(x, v) = s^2, s = |u_x - u_v|^2 = 2 - 2 cos in [0, 4], for unit vectors u (V, E), in their dtype.
 
+    Dot products are in float64: in float32 a BLAS rounds differently for other numbers of rows, and one draw
+    in a million or so would depend on the batch.
+
     mu_v is tabulated at D = s^2 for TABLE_POINTS uniform s, exactly, and linear in D between. It is convex:
         0 <= error <= (mass of p(. | v) inside the interval) * (width of the interval in D) / 4.
     A table takes V^2 operations, chunk by chunk. Pinned by test_ctmc.test_table_error_is_bounded.
@@ -89,10 +92,12 @@ class EmbeddingDistance:
 
     def __init__(self, unit: Tensor):
         self.tensor, self.remembered = unit, {}
+        self.unit = unit.double()
 
     def from_symbol(self, x: Tensor) -> Tensor:
         """d(x, v) for every v, exactly 0 at x: (..., V)."""
-        distance = (self.tensor[x] @ self.tensor.T).mul_(-2).add_(2).clamp_(0, FARTHEST).square_()
+        cosine = (self.unit[x] @ self.unit.T).to(self.tensor)
+        distance = cosine.mul_(-2).add_(2).clamp_(0, FARTHEST).square_()
         return distance.scatter_(-1, x[..., None], 0.0)
 
     to_clean = from_symbol

@@ -38,12 +38,13 @@ REPLAYED = "test_rollout.test_replayed_rows_follow_their_states"
 VARIANCE = "test_rollout.test_log_weight_variance_is_the_closed_form"
 UNEVEN = "test_grpo.test_weight_metrics"
 SET_UP = "test_training.test_what_is_set_up_before_a_run"
-TOKENS = "shared.policies.digit_tokens."
+DIGIT_TOKENS = "shared.policies.digit_tokens."
 LEVEL_PATHS = "test_digit_tokens.test_metric_paths_are_a_quarter_circle_and_labels_equally_far_apart"
 CARRY_OVER = "test_digit_tokens.test_carry_over_keeps_what_is_revealed_with_a_gradient_of_exactly_zero"
 ANSWERS = "test_rewards.test_answers_are_right_whatever_their_case_and_blanks"
-CTMC, DISTANCES = "shared.ctmc.", "shared.distances."
-MIXTURE, METRIC = CTMC + "MixturePath.", CTMC + "MetricPath."
+CTMC, PATHS = "shared.ctmc.", "shared.paths."
+TOKENS, DISTANCES = "shared.tokens.", "shared.distances."
+MIXTURE, METRIC = PATHS + "MixturePath.", PATHS + "MetricPath."
 CARRIED = "test_ctmc.test_rates_carry_their_path"
 KERNEL = "test_ctmc.test_kernel_is_its_definition"
 CLOSED = "test_ctmc.test_closed_forms_are_the_sum_over_the_vocabulary"
@@ -51,6 +52,8 @@ RESPONSIBILITY = "test_ctmc.test_gradient_is_responsibility_minus_posterior"
 IDENTITY = "test_ctmc.test_an_identity_step_is_exactly_zero_with_zero_gradient"
 FREQUENCIES = "test_ctmc.test_sampling_frequencies_are_the_transition"
 BOUNDED = "test_ctmc.test_table_error_is_bounded"
+INVERSE = "test_ctmc.test_a_drawn_symbol_is_the_first_beyond_its_uniform_number"
+SAME_DRAWS = "test_ctmc.test_a_token_draws_the_same_whatever_the_batch"
 REFUSED = "test_ctmc.test_bad_arguments_are_refused"
 STEP_LOSS = "test_training.test_step_loss_off_policy"
 
@@ -821,52 +824,52 @@ MUTANTS = [
     Mutant("shared.rewards.answers._plain", "capitals are wrong", ".casefold()", "", ANSWERS),
     Mutant("shared.rewards.answers._plain", "blanks are wrong", ".strip()", "", ANSWERS),
     # ---- the discrete model ----
-    Mutant(TOKENS + "token_path", "levels on a half circle", "* math.pi / 2", "* math.pi", LEVEL_PATHS),
+    Mutant(DIGIT_TOKENS + "token_path", "levels on a half circle", "* math.pi / 2", "* math.pi", LEVEL_PATHS),
     Mutant(
-        TOKENS + "token_path",
+        DIGIT_TOKENS + "token_path",
         "labels are ordered",
         "else torch.eye(NUM_CLASSES, dtype=torch.float64)",
         "else circle[:NUM_CLASSES]",
         LEVEL_PATHS,
     ),
     Mutant(
-        TOKENS + "token_path",
+        DIGIT_TOKENS + "token_path",
         "the first symbol is the mask",
         "mask_id=symbols",
         "mask_id=0",
         "test_digit_tokens.test_masked_paths_have_a_mask_token_after_the_others",
     ),
     Mutant(
-        TOKENS + "carry_over",
+        DIGIT_TOKENS + "carry_over",
         "revealed tokens are drawn again",
         "x[..., None] == mask_id",
         "x[..., None] >= 0",
         CARRY_OVER,
     ),
-    Mutant(TOKENS + "carry_over", "a mask token is clean", "value=-math.inf", "value=0.0", CARRY_OVER),
+    Mutant(DIGIT_TOKENS + "carry_over", "a mask token is clean", "value=-math.inf", "value=0.0", CARRY_OVER),
     Mutant(
-        TOKENS + "DigitTokensPolicy.posterior_logits",
+        DIGIT_TOKENS + "DigitTokensPolicy.posterior_logits",
         "the time stands still",
         "float(t)",
         "0.0",
         "test_digit_tokens.test_contract",
     ),
     Mutant(
-        TOKENS + "DigitTokensPolicy.decode",
+        DIGIT_TOKENS + "DigitTokensPolicy.decode",
         "masks are black",
         "x == LEVELS, 0.5",
         "x == LEVELS, 0.0",
         "test_digit_tokens.test_levels_are_grey_and_masks_are_mid_grey",
     ),
     Mutant(
-        TOKENS + "DigitTokensPolicy.decode",
+        DIGIT_TOKENS + "DigitTokensPolicy.decode",
         "words are off by one",
         '(*DIGIT_WORDS, "?")',
         '("?", *DIGIT_WORDS)',
         "test_digit_tokens.test_labels_are_words_and_masks_are_question_marks",
     ),
     Mutant(
-        TOKENS + "_pixels_of",
+        DIGIT_TOKENS + "_pixels_of",
         "fractions are levels",
         "type(level) is int and ",
         "",
@@ -986,61 +989,61 @@ MUTANTS = [
     ),
     # ---- discrete flows ----
     Mutant(
-        CTMC + "_kernel",
+        PATHS + "_kernel",
         "first order under the name of exp",
         "_jump_chance(h * total, jump)",
         "(h * total).clamp(max=1)",
         KERNEL,
     ),
     Mutant(
-        CTMC + "_kernel",
+        PATHS + "_kernel",
         "the step size is missing",
         "_jump_chance(h * total, jump)",
         "_jump_chance(total, jump)",
         KERNEL,
     ),
     Mutant(
-        CTMC + "_kernel", "tokens at rest vanish", "kernel.scatter(-1, x[..., None], stay)", "kernel", KERNEL
+        PATHS + "_kernel", "tokens at rest vanish", "kernel.scatter(-1, x[..., None], stay)", "kernel", KERNEL
     ),
     Mutant(
-        CTMC + "_kernel",
+        PATHS + "_kernel",
         "the last step stays where it is",
         "one_hot(x1, path.vocab_size).double()",
         "one_hot(x, path.vocab_size).double()",
         KERNEL,
     ),
     Mutant(
-        CTMC + "_sample",
+        PATHS + "_sample",
         "clean tokens instead of noisy ones",
-        "_draw(path.marginal(*rows), generator)",
-        "rows[0]",
+        "draw_symbols(path.marginal(x1, t), u)",
+        "x1",
         "test_ctmc.test_samples_of_the_path_have_its_marginals",
     ),
     Mutant(
-        CTMC + "_draw_source",
+        PATHS + "_draw_source",
         "draws at the end of the path",
         "0.0, generator",
         "1.0, generator",
         "test_ctmc.test_samples_of_the_path_have_its_marginals",
     ),
     Mutant(
-        CTMC + "_jump_chance",
+        PATHS + "_jump_chance",
         "euler chances above 1",
         "z.clamp(max=1)",
         "z",
         "test_ctmc.test_euler_is_the_first_order_of_exp",
     ),
     Mutant(
-        CTMC + "_jump_chance",
+        PATHS + "_jump_chance",
         "exp and euler are swapped",
         'jump == "exp"',
         'jump == "euler"',
         "test_ctmc.test_a_hand_computed_mixture_step",
     ),
-    Mutant(CTMC + "_step", "steps backwards are accepted", "0 < (h", "-1 < (h", REFUSED),
-    Mutant(CTMC + "_time", "t = 1 is accepted", "< 1:", "<= 1:", REFUSED),
+    Mutant(TOKENS + "checked_step", "steps backwards are accepted", "0 < (h", "-1 < (h", REFUSED),
+    Mutant(TOKENS + "checked_start", "t = 1 is accepted", "< 1:", "<= 1:", REFUSED),
     Mutant(
-        CTMC + "_tokens",
+        TOKENS + "checked_tokens",
         "tokens beyond the vocabulary are accepted",
         "< path.vocab_size",
         "<= path.vocab_size",
@@ -1255,13 +1258,13 @@ MUTANTS = [
         CTMC + "sample_step",
         "the jump uses another draw than it returns",
         "path.kernel(x, x1, t",
-        "path.kernel(x, _draw(rows[row].softmax(-1), generator), t",
+        "path.kernel(x, draw_symbols(rows[row].softmax(-1), torch.rand_like(u)), t",
         FREQUENCIES,
     ),
     Mutant(
         CTMC + "sample_step",
         "the greedy clean token",
-        "x1 = _draw(rows[row].softmax(-1), generator)",
+        "x1 = draw_symbols(rows[row].softmax(-1), u)",
         "x1 = rows[row].argmax(-1)",
         FREQUENCIES,
     ),
@@ -1269,9 +1272,75 @@ MUTANTS = [
     Mutant(
         CTMC + "sample_step",
         "the jump ignores its kind",
-        "t, h, jump), generator)",
-        "t, h), generator)",
+        "t, h, jump), u_next)",
+        "t, h), u_next)",
         FREQUENCIES,
+    ),
+    Mutant(
+        CTMC + "sample_step",
+        "both draws share a uniform number",
+        "t, h, jump), u_next)",
+        "t, h, jump), u)",
+        FREQUENCIES,
+    ),
+    Mutant(
+        CTMC + "sample_step",
+        "given uniform numbers are ignored",
+        "if uniforms is None",
+        "if True",
+        SAME_DRAWS,
+    ),
+    Mutant(
+        TOKENS + "draw_symbols",
+        "the first symbol that reaches the number, even at law 0",
+        ", right=True",
+        "",
+        INVERSE,
+    ),
+    Mutant(
+        TOKENS + "draw_symbols",
+        "the total is taken for 1",
+        "numbers[row].double() * total",
+        "numbers[row].double()",
+        INVERSE,
+    ),
+    Mutant(TOKENS + "draw_symbols", "laws are summed in float32", "torch.float64", "torch.float32", INVERSE),
+    Mutant(
+        TOKENS + "draw_symbols",
+        "a number that rounds to the total is beyond the last symbol",
+        "torch.minimum(numbers[row].double() * total, below)",
+        "(numbers[row].double() * total)",
+        INVERSE,
+    ),
+    Mutant(
+        TOKENS + "draw_symbols",
+        "draws and tokens are mixed up",
+        "drawn.T.reshape(uniforms.shape)",
+        "drawn.reshape(uniforms.shape)",
+        INVERSE,
+    ),
+    Mutant(
+        TOKENS + "draw_symbols",
+        "a law of zeros is accepted",
+        "(total > 0) & ",
+        "",
+        REFUSED,
+    ),
+    Mutant(TOKENS + "draw_uniforms", "numbers of 24 bits", "torch.float64", "torch.float32", SAME_DRAWS),
+    Mutant(
+        TOKENS + "checked_logits",
+        "logits stay in 16 bits",
+        "torch.promote_types(logits.dtype, torch.float32)",
+        "logits.dtype",
+        "test_ctmc.test_other_dtypes_agree",
+    ),
+    Mutant(TOKENS + "checked_times", "times after the end are accepted", " & (t <= 1)", "", REFUSED),
+    Mutant(
+        DISTANCES + "EmbeddingDistance.from_symbol",
+        "dot products in float32 depend on the batch",
+        "self.unit[x] @ self.unit.T",
+        "self.tensor[x] @ self.tensor.T",
+        SAME_DRAWS,
     ),
     Mutant(
         DISTANCES + "DistanceMatrix.tabulate",

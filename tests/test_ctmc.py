@@ -2,6 +2,7 @@
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from shared import distances
-from shared.ctmc import JUMPS, MetricPath, MixturePath, sample_step, transition_log_prob
+from shared.ctmc import JUMPS, MetricPath, MixturePath, draw_symbols, sample_step, transition_log_prob
 from shared.distances import DistanceMatrix, EmbeddingDistance, embedding_distance, in_chunks
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "discrete_golden.json").read_text())["cases"]
@@ -337,6 +338,54 @@ def test_sampling_frequencies_are_the_transition(name, jump):
     assert torch.equal(x_next, x1) and not torch.equal(x_next, x)
 
 
+def test_a_drawn_symbol_is_the_first_beyond_its_uniform_number():
+    """Of laws with zeros at both ends and in between, whatever their total; four draws from each."""
+    laws = random(6, 3, 7) * 10.0 ** torch.arange(-9, 9, 3)[:, None, None]
+    laws[..., [0, 1, 3, 6]] = 0.0
+    laws[1, 1] = torch.tensor([0, 0, 1.0, 0, 0, 0, 0])
+    laws[2, 2] = torch.tensor([1.0, 0, 0, 0, 0, 0, 3.0])
+    numbers = random(4, 6, 3, seed=1)
+    numbers[0], numbers[1, :, 1], numbers[1, :, 2] = 0.0, 1 - 2**-53, 1 / 4
+    drawn = draw_symbols(laws, numbers)
+    assert drawn.shape == (4, 6, 3) and drawn.dtype == torch.long
+    for n in range(4):
+        assert torch.equal(draw_symbols(laws, numbers[n]), drawn[n])
+        for i in range(6):
+            for j in range(3):
+                law, u = [Fraction(p) for p in laws[i, j].tolist()], Fraction(float(numbers[n, i, j]))
+                symbol = next(v for v in range(7) if sum(law[: v + 1]) > u * sum(law))
+                assert drawn[n, i, j] == symbol and law[symbol] > 0
+    assert draw_symbols(torch.ones(4), torch.arange(8) / 8.0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    wide = torch.tensor([2.0**24, 1.0, 1.0])  # float32 loses the last two
+    numbers = torch.tensor([2.0**24, 2.0**24 + 1], dtype=torch.float64) / (2**24 + 2)
+    assert draw_symbols(wide, numbers + 1e-9).tolist() == [1, 2]
+    smallest = torch.tensor([0.0, 5e-324, 0.0], dtype=torch.float64)  # 0.9 times it rounds to it
+    assert draw_symbols(smallest, torch.tensor(0.9)) == 1
+    assert draw_symbols(torch.ones(2, 0, 3), torch.zeros(5, 2, 0)).shape == (5, 2, 0)
+
+
+@pytest.mark.parametrize("name", [*EXACT, "codebook"])
+def test_a_token_draws_the_same_whatever_the_batch(name):
+    """To the last bit: alone, in a batch, in chunks; and a generator stands for its float64 numbers."""
+    codebook = name == "codebook"
+    path = MetricPath.from_embeddings(embeddings(64, 8).float(), exact=False) if codebook else PATHS[name]()
+    size, tokens = path.vocab_size, 200
+    logits, uniforms = random(tokens, size, seed=2) * 4, random(2, tokens, seed=3)
+    x = torch.arange(tokens) % size
+    for t, h in STEPS:
+        drawn = torch.stack(sample_step(path, logits, x, t, h, uniforms=uniforms))
+        for part in (slice(0, 1), slice(7, 9), slice(50, 150)):
+            alone = sample_step(path, logits[part], x[part], t, h, uniforms=uniforms[:, part])
+            assert torch.equal(torch.stack(alone), drawn[:, part])
+            kernels = (path.kernel(x[rows], drawn[1, rows], t, h) for rows in (part, slice(None)))
+            assert torch.equal(next(kernels), next(kernels)[part])
+        with patch.object(distances, "CHUNK", 3 * size):
+            assert torch.equal(torch.stack(sample_step(path, logits, x, t, h, uniforms=uniforms)), drawn)
+    seeded = sample_step(path, logits, x, t, h, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(torch.stack(seeded), drawn)
+    assert not torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], x)
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_samples_of_the_path_have_its_marginals(name):
     path, draws, generator = PATHS[name](), 20_000, torch.Generator().manual_seed(1)
@@ -597,7 +646,18 @@ BAD = {
         lambda: transition_log_prob(METRIC, FLAT, TOKEN, TOKEN.float(), 0.5, 0.1),
         lambda: sample_step(CORRECTED, FLAT, TOKEN + V - 1, 0.5, 0.1),
     ],
+    "ends in": [lambda: draw_symbols(torch.ones(2, V), torch.zeros(3))],
+    "uniforms must lie in": [
+        lambda: draw_symbols(torch.ones(V), torch.tensor(1.0)),
+        lambda: sample_step(METRIC, FLAT, TOKEN, 0.5, 0.1, uniforms=torch.tensor([0.5, -0.1])),
+    ],
+    "a law to draw from": [
+        lambda: draw_symbols(FLAT, torch.tensor(0.5)),
+        lambda: draw_symbols(FLAT + math.inf, torch.tensor(0.5)),
+        lambda: sample_step(METRIC, FLAT + math.nan, TOKEN, 0.5, 0.1),
+    ],
     "need the shape": [
+        lambda: sample_step(METRIC, FLAT, TOKEN, 0.5, 0.1, uniforms=torch.zeros(2, 1)),
         lambda: transition_log_prob(METRIC, FLAT[:-1], TOKEN, TOKEN, 0.5, 0.1),
         lambda: transition_log_prob(CORRECTED, FLAT.expand(2, V), TOKEN, TOKEN, 0.5, 0.1),
         lambda: sample_step(METRIC, FLAT, TOKEN[None], 0.5, 0.1),
