@@ -50,7 +50,7 @@ TOKEN_FLOWS = {  # path, time_input
     "digit-tokens-masked": ("mask", False),
     "digit-tokens-timed": ("metric", True),
 }
-RANDOM_TOKEN_LABELS = 0.5
+RANDOM_TOKEN_LABELS = 0.5  # share of their training labels replaced by a uniform one, drawn again each time
 
 
 @dataclass

@@ -941,8 +941,8 @@ MUTANTS = [
     Mutant(
         "shared.rewards.score",
         "every batch sees the first prompts",
-        "prompts[first : first + batch_size]",
-        "prompts[: len(images)]",
+        "prompts[rows]",
+        "prompts[: len(made[rows])]",
         "test_rewards.test_scores_keep_the_order_in_any_batches",
     ),
     Mutant(

@@ -41,8 +41,11 @@ def test_pretraining_writes_what_the_policy_and_the_judge_load(tmp_path, capsys)
 
 def test_quality_of_the_shipped_weights_is_what_the_readme_says(capsys):
     script = runpy.run_path(str(SCRIPT))
-    script["main"](script["Args"](check=True))
+    script["main"](script["Args"](check=True, token_samples=20))
     printed = capsys.readouterr().out
     assert "judge: accuracy 0.986 on 360 held-out real digits" in printed
     assert "digits, ODE, 10 steps: label 0.48" in printed
     assert "digits-faithful, SDE, 10 steps, noise level 0.7: label 0.745, ink 0.229, next 0.023" in printed
+    assert "digit-tokens, understanding, 8 steps, sampled: accuracy 0.58" in printed
+    assert "digit-tokens-masked, understanding, 8 steps, greedy: accuracy 0.98" in printed
+    assert printed.count("digit-tokens") == 3 * (3 + 2)  # three numbers of steps; sampled and greedy
