@@ -42,6 +42,28 @@ DIGIT_TOKENS = "shared.policies.digit_tokens."
 LEVEL_PATHS = "test_digit_tokens.test_metric_paths_are_a_quarter_circle_and_labels_equally_far_apart"
 CARRY_OVER = "test_digit_tokens.test_carry_over_keeps_what_is_revealed_with_a_gradient_of_exactly_zero"
 ANSWERS = "test_rewards.test_answers_are_right_whatever_their_case_and_blanks"
+DFLOW, TOKEN_ROLLOUT = "algos.dflow_grpo.", "shared.token_rollout."
+DFLOW_TEST = "test_dflow_grpo."
+UNBIASED = DFLOW_TEST + "test_mc_is_unbiased_with_the_used_draw"
+GOLDEN_MASKS = DFLOW_TEST + "test_aggregates_are_over_the_tokens_inside_the_mask"
+GOLDEN_JOINT = DFLOW_TEST + "test_golden_step_of_three_tokens"
+DIVERGENCE = DFLOW_TEST + "test_posterior_kl_is_the_divergence"
+BY_TOKEN = DFLOW_TEST + "test_surrogate_by_token_clips_each_and_averages_each_sample_first"
+PAIRS = DFLOW_TEST + "test_dpo_pairs_the_best_with_the_worst"
+MEAN_FIELD = DFLOW_TEST + "test_mean_field_is_the_posterior_at_the_source"
+EXACT_GRADIENT = DFLOW_TEST + "test_the_loss_has_the_exact_gradient_of_the_expected_reward"
+KL_OF_LOSS = DFLOW_TEST + "test_kl_and_dpo_compare_with_the_reference"
+K3 = DFLOW_TEST + "test_k3_estimates_the_kl_of_the_transitions"
+STEPS = DFLOW_TEST + "test_which_steps_are_trained"
+RESOLVED = DFLOW_TEST + "test_defaults"
+NOISE = DFLOW_TEST + "test_noise_depends_on_the_sample_alone"
+LAW = DFLOW_TEST + "test_the_rollout_has_the_exact_law"
+KEEPS = DFLOW_TEST + "test_what_the_rollout_keeps"
+CUT = DFLOW_TEST + "test_top_k_cuts_the_posterior"
+RELEASED = DFLOW_TEST + "test_released_sampler_is_another_kernel_for_more_than_one_draw"
+AROUND = DFLOW_TEST + "test_the_noise_of_the_ratio_is_measured_around_the_exact_one"
+JOINED = DFLOW_TEST + "test_samples_of_several_batches_are_joined_in_order"
+TOKEN_EVALUATION = DFLOW_TEST + "test_evaluations_of_tokens"
 CTMC, PATHS = "shared.ctmc.", "shared.paths."
 TOKENS, DISTANCES = "shared.tokens.", "shared.distances."
 MIXTURE, METRIC = PATHS + "MixturePath.", PATHS + "MetricPath."
@@ -309,17 +331,17 @@ MUTANTS = [
     ),
     # ---- rollouts ----
     Mutant(
-        ROLLOUT + "sample_noise",
+        ROLLOUT + "sample_generator",
         "every iteration draws the same noise",
-        "(seed, iteration, i)",
-        "(seed, i)",
+        "(seed, iteration, sample)",
+        "(seed, sample)",
         "test_rollout.test_sample_noise_depends_on_the_sample_alone",
     ),
     Mutant(
         ROLLOUT + "sample_noise",
         "noise depends on the place in the micro-batch",
-        "for i in samples:",
-        "for i in range(len(samples)):",
+        "for i in samples]",
+        "for i in range(len(samples))]",
         "test_rollout.test_sample_noise_depends_on_the_sample_alone",
     ),
     Mutant(
@@ -723,7 +745,7 @@ MUTANTS = [
         "weights.max(), share",
         UNEVEN,
     ),
-    Mutant(TRAINING + "set_up", "prompts are not checked", "policy.encode(prompts)", "pass", SET_UP),
+    Mutant(TRAINING + "set_up", "prompts are not checked", "policy.encode(each)", "pass", SET_UP),
     Mutant(
         TRAINING + "prepare", "no weight decay", "weight_decay=args.weight_decay", "weight_decay=0.0", SET_UP
     ),
@@ -876,17 +898,17 @@ MUTANTS = [
         "test_digit_tokens.test_prompts_without_image_or_answer_are_refused",
     ),
     Mutant(
-        "shared.training.Evaluation.run",
+        "shared.evaluation.Evaluation.run",
         "batches are scored with the first prompts",
         "value[rows]",
         "value[: len(value[rows])]",
         "test_training.test_evaluation_does_not_depend_on_its_batches",
     ),
     Mutant(
-        "shared.training.Evaluation.run",
+        "shared.evaluation.Evaluation.run",
         "follows the ODE of other noise",
-        "self.noise[rows]",
-        "-self.noise[rows]",
+        "(noise[rows] for",
+        "(-noise[rows] for",
         "test_training.test_evaluation_does_not_depend_on_its_batches",
     ),
     Mutant(
@@ -1432,5 +1454,332 @@ MUTANTS = [
         "if beta not in kept",
         "beta = next(iter(kept), beta)\n    if beta not in kept",
         "test_ctmc.test_tables_are_remembered_by_time",
+    ),
+    # ---- dFlowGRPO
+    Mutant(
+        DFLOW + "mc_log_ratio",
+        "weights are the old posterior's",
+        "(log_p_new, log_p_old, column)",
+        "(log_p_new, log_p_old, log_p_old)",
+        UNBIASED,
+    ),
+    Mutant(
+        DFLOW + "mc_log_ratio",
+        "the jump is always exp",
+        "t, h, jump=jump)",
+        "t, h)",
+        "test_dflow_grpo.test_mc_takes_the_jump_it_is_given",
+    ),
+    Mutant(
+        DFLOW + "draws_log_ratio",
+        "the used draw is thrown away",
+        "change.logsumexp(0) - log_weight.logsumexp(0)",
+        "change[1:].logsumexp(0) - log_weight[1:].logsumexp(0)",
+        UNBIASED,
+    ),
+    Mutant(DFLOW + "draws_log_ratio", "not normalised", " - log_weight.logsumexp(0)", "", UNBIASED),
+    Mutant(
+        DFLOW + "draws_log_ratio",
+        "all draws weigh the same",
+        "log_weight + (",
+        "0 * log_weight + (",
+        UNBIASED,
+    ),
+    Mutant(
+        DFLOW + "draws_log_ratio", "old / new", "(log_p_new - log_p_old)", "(log_p_old - log_p_new)", UNBIASED
+    ),
+    Mutant(
+        DFLOW + "draws_log_ratio",
+        "no gradient",
+        "(log_p_new - log_p_old)",
+        "(log_p_new.detach() - log_p_old)",
+        UNBIASED,
+    ),
+    Mutant(
+        DFLOW + "draws_log_ratio",
+        "the mean of log-ratios",
+        "change.logsumexp(0) - log_weight.logsumexp(0)",
+        "(log_weight.softmax(0) * (log_p_new - log_p_old)).sum(0)",
+        UNBIASED,
+    ),
+    Mutant(
+        DFLOW + "aggregate",
+        "padding counts",
+        "masked_fill(~mask, 0.0)",
+        "masked_fill(~mask & False, 0.0)",
+        GOLDEN_MASKS,
+    ),
+    Mutant(DFLOW + "aggregate", "the mean counts padding", "/ mask.sum(1)", "/ mask.shape[1]", GOLDEN_MASKS),
+    Mutant(
+        DFLOW + "aggregate",
+        "product and mean exchanged",
+        'how == "product"',
+        'how != "product"',
+        GOLDEN_JOINT,
+    ),
+    Mutant(DFLOW + "posterior_kl", "KL(ref || p)", "log_p.exp() * gap", "-log_ref.exp() * gap", GOLDEN_JOINT),
+    Mutant(
+        DFLOW + "posterior_kl", "p is detached", "log_p.exp() * gap", "log_p.exp().detach() * gap", DIVERGENCE
+    ),
+    Mutant(DFLOW + "posterior_kl", "0 log 0 is NaN", "log_p > -torch.inf", "log_p == log_p", DIVERGENCE),
+    Mutant(
+        DFLOW + "surrogate",
+        "samples with more tokens weigh more",
+        "share.expand_as(mask)[mask]",
+        "None",
+        BY_TOKEN,
+    ),
+    Mutant(
+        DFLOW + "surrogate",
+        "padding has a ratio",
+        "total[mask], share",
+        "total[mask] * 0 + total[mask].mean(), share",
+        BY_TOKEN,
+    ),
+    Mutant(
+        DFLOW + "surrogate",
+        "no clip",
+        "advantages, clip_range, weights",
+        "advantages, (9.0, 99.0), weights",
+        BY_TOKEN,
+    ),
+    Mutant(DFLOW + "dpo_loss", "the worse wins", "descending=True", "descending=False", PAIRS),
+    Mutant(DFLOW + "dpo_loss", "equals are pairs", " * differ", "", PAIRS),
+    Mutant(
+        DFLOW + "dpo_loss",
+        "best with second best",
+        "order.flip(1)[:, : group_size // 2]",
+        "order[:, group_size // 2 : 2 * (group_size // 2)]",
+        PAIRS,
+    ),
+    Mutant(DFLOW + "dpo_loss", "beta is lost", "logsigmoid(beta * ", "logsigmoid(", PAIRS),
+    Mutant(
+        DFLOW + "step_loss",
+        "mean field looks at the first step only",
+        "trajectory.states[:, [0, -1]]",
+        "trajectory.states[:, [0, 1]]",
+        MEAN_FIELD,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "the last step jumps by rates",
+        "h, jump=args.jump, last=last)\n            return",
+        "h, jump=args.jump)\n            return",
+        EXACT_GRADIENT,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "tokens that stay are dropped",
+        "masked_fill(~mask, 0.0)",
+        "masked_fill(~mask | (x == x_next), 0.0)",
+        EXACT_GRADIENT,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "the ratio of posteriors at x_next, without rates",
+        "new = transition_log_prob(path, logits, x, x_next, t, h, jump=args.jump, last=last)",
+        "new = transition_log_prob(path, logits, x, x_next, t, h, jump=args.jump, last=True)",
+        EXACT_GRADIENT,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "the next step's log-probability",
+        "trajectory.log_prob[:, k])",
+        "trajectory.log_prob[:, k - 1])",
+        EXACT_GRADIENT,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "KL of the other direction",
+        "posterior_kl(logits, logits_ref)",
+        "posterior_kl(logits_ref, logits)",
+        KL_OF_LOSS,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "k3 of the inverse ratio",
+        "torch.expm1(change) - change",
+        "torch.expm1(-change) + change",
+        K3,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "the KL is rewarded",
+        "loss + args.beta * kl",
+        "loss - args.beta * kl",
+        KL_OF_LOSS,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "DPO without a reference",
+        "log_ratio - log_ratio_to_old(logits_ref)",
+        "log_ratio",
+        KL_OF_LOSS,
+    ),
+    Mutant(
+        DFLOW + "trained_steps", "identity steps are trained", "not path.is_identity(times[k])", "True", STEPS
+    ),
+    Mutant(
+        DFLOW + "trained_steps",
+        "the last step is not trained",
+        "range(K) if k == K - 1 or",
+        "range(K - 1) if",
+        STEPS,
+    ),
+    Mutant(
+        DFLOW + "resolve",
+        "the clip range of another aggregation",
+        "CLIP_RANGES[aggregation]",
+        'CLIP_RANGES["product"]',
+        RESOLVED,
+    ),
+    Mutant(
+        DFLOW + "resolve",
+        "understanding is evaluated without a cut",
+        "1 if understanding else 0",
+        "0",
+        RESOLVED,
+    ),
+    Mutant(DFLOW + "resolve", "evaluated on the training images", '"digit-images" and', '"" and', RESOLVED),
+    # ---- rollouts of tokens
+    Mutant(
+        TOKEN_ROLLOUT + "sample_uniforms",
+        "more draws change the others",
+        "(2, num_draws - 1)",
+        "(1 + num_draws, 0)",
+        NOISE,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "sample_uniforms",
+        "all samples draw the same",
+        "(seed, iteration, i)",
+        "(seed, iteration, 0)",
+        NOISE,
+    ),
+    Mutant(TOKEN_ROLLOUT + "token_rollout", "the last step jumps", "k == K - 1", "False", LAW),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "every step starts at 0",
+        "float(times[k]), float",
+        "float(times[0]), float",
+        LAW,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "steps of the whole grid",
+        "times[k + 1] - times[k]",
+        "times[-1] - times[k]",
+        LAW,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "one number for X1 and jump",
+        "torch.stack([clean[0], jumps])",
+        "torch.stack([clean[0], clean[0]])",
+        LAW,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "all steps share their numbers",
+        "numbers[:1, :, k]",
+        "numbers[:1, :, 0]",
+        LAW,
+    ),
+    Mutant(TOKEN_ROLLOUT + "token_rollout", "padding moves", "torch.where(mask, x_next, x)", "x_next", KEEPS),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "fresh draws only",
+        "torch.cat([numbers[:1, :, k], numbers[2:, :, k]])",
+        "torch.cat([numbers[2:, :, k], numbers[:1, :, k]])",
+        KEEPS,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "weights of another step",
+        "path.log_kernel_column(x, x_next, t",
+        "path.log_kernel_column(x, x_next, t / 2",
+        KEEPS,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "the posterior is cut to its worst",
+        "logits.topk(top_k, dim=-1)",
+        "logits.topk(top_k, dim=-1, largest=False)",
+        CUT,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "ends of the first step",
+        "states[0], x, 0.0",
+        "states[0], states[1], 0.0",
+        KEEPS,
+    ),
+    Mutant(TOKEN_ROLLOUT + "averaged_law", "the mean of the draws' kernels", ".mean(0)", "[0]", RELEASED),
+    Mutant(TOKEN_ROLLOUT + "averaged_law", "rates are summed", ".mean(0)", ".sum(0)", RELEASED),
+    Mutant(
+        TOKEN_ROLLOUT + "averaged_law",
+        "the first order's jump chance",
+        "-torch.expm1(-h * total)",
+        "(h * total)",
+        RELEASED,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "at_draws", "draws are reversed", "movedim(0, -1)", "flip(0).movedim(0, -1)", KEEPS
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "ratio_noise",
+        "used draws of the posterior",
+        "draw_symbols(used_law, ",
+        "draw_symbols(log_p_old.exp(), ",
+        AROUND,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "ratio_noise",
+        "fresh draws of the new posterior",
+        "log_p_old.exp(), uniforms",
+        "log_p.exp(), uniforms",
+        AROUND,
+    ),
+    Mutant(
+        "shared.evaluation.join_samples",
+        "answers are joined in reverse",
+        "for part in parts for",
+        "for part in parts[::-1] for",
+        JOINED,
+    ),
+    Mutant(
+        "shared.evaluation.ode_evaluation",
+        "as many steps as in training",
+        "policy.sigmas(args.eval_steps)",
+        "policy.sigmas(args.num_steps)",
+        "test_training.test_evaluation_does_not_depend_on_its_batches",
+    ),
+    Mutant(
+        "shared.evaluation.token_evaluation",
+        "the posterior is not cut",
+        "args.eval_top_k or None",
+        "None",
+        TOKEN_EVALUATION,
+    ),
+    Mutant(
+        "shared.evaluation.token_evaluation",
+        "as many steps as in training",
+        "policy.times(args.eval_steps)",
+        "policy.times(args.num_steps)",
+        TOKEN_EVALUATION,
+    ),
+    Mutant(
+        "shared.evaluation.decoded_states",
+        "the last state only",
+        "states.unbind(1)",
+        "states[:, -1:].unbind(1)",
+        TOKEN_EVALUATION,
+    ),
+    Mutant(
+        "shared.ctmc.transition_kl",
+        "KL(ref || p)",
+        "for each in (logits, logits_ref))",
+        "for each in (logits_ref, logits))",
+        GOLDEN_JOINT,
     ),
 ]

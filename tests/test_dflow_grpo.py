@@ -4,6 +4,7 @@ steps are trained."""
 import contextlib
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,10 @@ from algos.dflow_grpo import (
 from oracle import chain
 from shared.command import saved_args
 from shared.ctmc import MetricPath, MixturePath, transition_kl, transition_log_prob
+from shared.evaluation import decoded_states, join_samples, token_evaluation
+from shared.policies import make_policy
+from shared.prompts import load_prompts
+from shared.rewards import make_rewards
 from shared.token_rollout import (
     TokenRollout,
     at_draws,
@@ -189,6 +194,19 @@ def test_mc_is_unbiased_with_the_used_draw(name, n):
     assert torch.equal(contract, stored)
 
 
+def test_mc_takes_the_jump_it_is_given():
+    path, x, y = project_path(EXACT_PATHS["metric"]), torch.tensor([0, 1]), torch.tensor([0, 1])
+    (log_p, old), draws = (draw(24 + i, 2, 3).log_softmax(-1) for i in (0, 1)), torch.tensor([[0, 1], [2, 2]])
+    found = {
+        jump: mc_log_ratio(path, log_p, old, x, y, draws, 0.3, 0.2, jump=jump) for jump in ("exp", "euler")
+    }
+    for jump, value in found.items():
+        weight = at_draws(path.log_kernel_column(x, y, 0.3, 0.2, jump), draws).exp()
+        ratio = (at_draws(log_p, draws) - at_draws(old, draws)).exp()
+        assert_close(value, ((weight * ratio).sum(0) / weight.sum(0)).log(), rtol=1e-12, atol=1e-14)
+    assert (found["exp"] - found["euler"]).abs().max() > 1e-3
+
+
 def test_mean_field_is_the_posterior_at_the_source():
     path, table = MixturePath(3), draw(30, 9, 2, 3)
     states = torch.tensor([[[0, 1], [2, 2], [2, 0]], [[1, 1], [1, 2], [0, 2]]])
@@ -205,6 +223,46 @@ def test_mean_field_is_the_posterior_at_the_source():
         assert trained_steps(path, times, args) == [0]
         loss, _ = step_loss(TablePolicy(path, new), trajectory, 0, ones(states), times, A, args)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("how", ["product", "geometric"])
+def test_kl_and_dpo_compare_with_the_reference(how):
+    """The loss written out for two trajectories: with the KL of posteriors, and DPO against the reference."""
+    path, table, ref = MixturePath(3), draw(32, 9, 2, 3), draw(33, 9, 2, 3)
+    states, times = torch.tensor([[[0, 1], [0, 2], [1, 1]], [[1, 1], [2, 1], [0, 0]]]), f64([0.2, 0.5, 1.0])
+    old = old_log_prob(TablePolicy(path, table), draw(34, 9, 2, 3), states, times)
+    trajectory, A = TokenRollout(states, old, None, None, 0, 0), f64([1.0, -0.5])
+    args = replace(
+        resolve(Args(aggregation=how)), clip_range=(1e9, 1e9), beta=0.3, group_size=2, dpo_beta=0.7
+    )
+    over = (lambda v: v.sum(1)) if how == "product" else (lambda v: v.mean(1))
+    rows = [1, 4]  # the states (0, 1) and (1, 1)
+    step = states[:, 0], states[:, 1], 0.2, 0.3
+    new, reference = (transition_log_prob(path, t[rows], *step) for t in (table, ref))
+    kl = over(chain.kl(table[rows].softmax(-1), ref[rows].softmax(-1))).mean()
+    for loss in ("grpo", "dpo"):
+        policy = TablePolicy(path, table, ref)
+        found, metrics = step_loss(policy, trajectory, 0, ones(states), times, A, replace(args, loss=loss))
+        expected = -(A * over(new - old[:, 0]).exp()).mean()
+        if loss == "dpo":
+            margins = over(new - reference)
+            expected = -torch.nn.functional.logsigmoid(0.7 * (margins[0] - margins[1]))
+        assert found.item() == pytest.approx((expected + 0.3 * kl).item(), rel=1e-10)
+        assert metrics["kl"] == pytest.approx(kl.item(), rel=1e-10)
+        assert (metrics["clip_fraction"] is None) == (loss == "dpo")
+
+
+def test_defaults():
+    generation, understanding = resolve(Args()), resolve(Args(task="understanding"))
+    assert (generation.prompts, generation.reward, generation.eval_top_k) == ("digits", "label", 0)
+    assert generation.eval_prompts is None
+    assert (understanding.prompts, understanding.reward) == ("digit-images", "answer")
+    assert (understanding.eval_prompts, understanding.eval_top_k) == ("digit-images-test", 1)
+    for how, clip_range in [("geometric", (5e-3, 7e-3)), ("product", (0.2, 0.2)), ("token", (0.2, 0.2))]:
+        assert resolve(Args(aggregation=how)).clip_range == clip_range
+    assert generation.aggregation == resolve(Args(ratio="mean_field_sequence")).aggregation == "geometric"
+    assert resolve(Args(ratio="mean_field")).aggregation == "token"
+    assert resolve(Args(prompts="digits", task="generation", clip_range=(0.1, 0.3))).clip_range == (0.1, 0.3)
 
 
 def test_which_steps_are_trained():
@@ -299,6 +357,14 @@ def test_golden_step_of_three_tokens():
     golden(new - ref, expected["log_ratio_ref_per_token"])
     rho = new - ref
     golden(torch.expm1(-rho) + rho, expected["k3_per_token"])
+
+
+def test_aggregates_are_over_the_tokens_inside_the_mask():
+    values = f64([[1.0, 2.0, math.nan], [0.5, math.inf, -0.25]])
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+    assert aggregate(values, mask, "product").tolist() == [3.0, 0.25]
+    assert aggregate(values, mask, "geometric").tolist() == [1.5, 0.125]
+    assert aggregate(values, mask, "token").tolist() == [[1.0, 2.0, 0.0], [0.5, 0.0, -0.25]]
 
 
 def test_surrogate_by_token_clips_each_and_averages_each_sample_first():
@@ -490,6 +556,38 @@ def test_top_k_cuts_the_posterior():
         best = first.topk(top_k, dim=-1).indices
         assert (best == ends[..., None]).any(-1).all()
     assert len(set(map(tuple, torch.stack([source, ends], -1).view(-1, 2).tolist()))) > 4
+
+
+def test_samples_of_several_batches_are_joined_in_order():
+    assert join_samples([["one", "two"], ["three"]]) == ["one", "two", "three"]
+    assert join_samples([torch.tensor([[1.0]]), torch.tensor([[2.0]])]).tolist() == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("task", ["generation", "understanding"])
+def test_evaluations_of_tokens(task):
+    """Fixed prompts in turn and noise of the sample's number; greedy for understanding; in any batches."""
+    args = replace(resolve(Args(task=task)), eval_samples=13, eval_steps=3, micro_batch_size=5)
+    policy, prompts = make_policy("digit-tokens", task=task), load_prompts(args.prompts)[:10]
+    evaluation = token_evaluation(policy, prompts, args)
+    found = evaluation.run(make_rewards(args.reward, task=task))
+    asked = [prompts[i % 10] for i in range(13)]
+    cond, noise = policy.encode(asked), sample_uniforms(policy, 0, 2**31, range(13), 3)
+    top_k = 1 if task == "understanding" else None
+    states = token_rollout(policy, *noise, cond, policy.times(3), top_k=top_k).states
+    expected = policy.decode(states[:, -1], cond)
+    assert found.prompts == asked
+    strips = decoded_states(policy, asked[:4], policy.times(3), "exp")
+    assert len(strips) == 4 and len(strips[0]) == 4
+    if task == "understanding":
+        assert found.samples == expected and found.samples != asked
+        uncut = token_rollout(policy, *noise, cond, policy.times(3)).states
+        assert not torch.equal(uncut, states)
+        right = [float(a == p.metadata["answer"]) for a, p in zip(expected, asked, strict=True)]
+        assert found.rewards.tolist() == right
+    else:
+        assert_close(found.samples, expected)
+        assert_close(strips[0][:4], policy.decode(noise[0][:4], cond))
+        assert_close(strips[-1], expected[:4])
 
 
 def test_noise_depends_on_the_sample_alone():

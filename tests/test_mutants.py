@@ -16,7 +16,8 @@ COVERED = [
 ]
 COVERED += ["shared.ctmc", "shared.paths", "shared.tokens", "shared.distances"]
 COVERED += ["shared.policies.digit_tokens", "shared.rewards.answers"]
-COVERED += ["algos.flow_grpo", "algos.tp_grpo", "algos.op_grpo"]
+COVERED += ["shared.token_rollout", "shared.evaluation"]
+COVERED += ["algos.flow_grpo", "algos.tp_grpo", "algos.op_grpo", "algos.dflow_grpo"]
 EXEMPT = {f"{name}.train" for name in COVERED} | {"shared.training.timed"}  # whole runs; a stopwatch
 FIXTURES = {"linear_policy": LinearPolicy}
 
