@@ -16,11 +16,11 @@ import math
 import torch
 from torch import Tensor
 
-from shared.distances import in_chunks
+from shared.distances import EXACT_VOCABULARY, in_chunks
 from shared.paths import MetricPath, MixturePath
 from shared.tokens import JUMPS, checked_logits, checked_step, checked_tokens, draw_symbols, draw_uniforms
 
-__all__ = ["JUMPS", "MetricPath", "MixturePath", "draw_symbols", "sample_step", "transition_log_prob"]
+__all__ = ["JUMPS", "MetricPath", "MixturePath", "draw_symbols"]  # imported from here, too
 
 
 def transition_log_prob(path, logits, x, x_next, t, h, *, jump: str = "exp", last: bool = False) -> Tensor:
@@ -33,18 +33,50 @@ def transition_log_prob(path, logits, x, x_next, t, h, *, jump: str = "exp", las
     step, whose value is 0 too. Raises ValueError for wrong shapes, tokens, t, h or jump. Pinned by
     test_closed_forms_are_the_sum_over_the_vocabulary, test_gradient_is_responsibility_minus_posterior.
     """
+    t, h = checked_step(t, h, jump)
     x, x_next = checked_tokens(path, x, x_next)
     logits = checked_logits(path, logits, x)
     log_sum = logits.logsumexp(-1)
-    if last or isinstance(path, MixturePath):
-        log_c = [c.log().to(logits) for c in MixturePath.coefficients(path, x, x_next, t, h, jump, last)]
-        log_p = [logits.gather(-1, y[..., None])[..., 0] - log_sum for y in (x_next, x)]
-        terms, log_sum = torch.stack([log_c[0], log_c[1] + log_p[0], log_c[2] + log_p[1]], -1), 0.0
+    if last:
+        terms = logits.gather(-1, x_next[..., None])
+    elif isinstance(path, MixturePath):
+        log_c = path.coefficients(x, x_next, t, h, jump).log().to(logits)
+        log_p = logits.gather(-1, torch.stack([x_next, x], -1)) - log_sum[..., None]
+        terms, log_sum = torch.cat([log_c[..., :1], log_c[..., 1:] + log_p], -1), 0.0
     else:
         terms = logits + path.log_kernel_column(x, x_next, t, h, jump).to(logits)
     impossible = terms.detach().amax(-1) == -math.inf  # a logsumexp whose gradient would be NaN
     log_prob = terms.masked_fill(impossible[..., None], 0.0).logsumexp(-1) - log_sum
     return log_prob.masked_fill(impossible, -math.inf)
+
+
+def transition_law(path, logits, x, t, h, *, jump: str = "exp", last: bool = False) -> Tensor:
+    """p(y | x) = sum_v p(v) q(y | x, v) of every y: (..., V), with gradient in logits; p = softmax(logits).
+
+    For the exact KL between transitions. logits: (..., V); x: (...,). A mixture path takes O(V) a token, from
+    its closed form; a metric path sums over v, O(V^2) a token, computed in chunks and kept for the gradient:
+    it raises ValueError above EXACT_VOCABULARY symbols. Else it raises like `transition_log_prob`.
+    Pinned by test_the_law_is_that_of_every_transition.
+    """
+    t, h = checked_step(t, h, jump)
+    (x,) = checked_tokens(path, x)
+    p = checked_logits(path, logits, x).softmax(-1)
+    if last:
+        return p
+    every = torch.arange(path.vocab_size, device=x.device)
+    if isinstance(path, MixturePath):
+        c0, c1, c2 = path.coefficients(x[..., None], every, t, h, jump).to(p).unbind(-1)
+        return c0 + c1 * p + c2 * p.gather(-1, x[..., None])
+    if path.vocab_size > EXACT_VOCABULARY:
+        raise ValueError(f"the law of a metric path takes V^2 operations a token: too many, V = {len(every)}")
+    rows = p.reshape(-1, path.vocab_size)
+
+    def law(row, x):
+        kernel = path.kernel(*torch.broadcast_tensors(x[:, None], every), t, h, jump)  # (n, V, V), [v, y]
+        return (rows[row][:, None] @ kernel.to(p))[:, 0]
+
+    row = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    return in_chunks(law, path.vocab_size**2, row, x)
 
 
 def sample_step(

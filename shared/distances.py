@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 EXACT_VOCABULARY = 2048  # up to here a (V, V) matrix of float64 takes 32 MiB at most
 TABLE_POINTS = 512  # per clean symbol: 32 MiB of float32 at V = 16,384
 FARTHEST = 4.0  # |e - e'|^2 of unit vectors
-TABLES_KEPT = 32  # values of beta whose tables are remembered: a grid has fewer
+TABLES_KEPT = 32  # steps whose tables are remembered: a grid has fewer
 CHUNK = 2**20  # entries of the largest temporary where a result is computed in chunks
 
 
@@ -31,14 +31,12 @@ def _log_z_and_table(distances, beta: float) -> tuple[Tensor, Tensor]:
         law = (-beta * distance - log_z).exp_()
         return torch.cat([log_z, distances.tabulate(distance, law)], -1)
 
-    kept = distances.remembered
-    if beta not in kept:
+    def tables():
         size = len(distances.tensor)
         profiles = in_chunks(profile, size, torch.arange(size, device=distances.tensor.device))
-        if len(kept) >= TABLES_KEPT:
-            del kept[next(iter(kept))]
-        kept[beta] = profiles[:, 0].clone(), profiles[:, 1:].contiguous()
-    return kept[beta]
+        return profiles[:, 0].clone(), profiles[:, 1:].contiguous()
+
+    return remember(distances.remembered, beta, tables)
 
 
 class DistanceMatrix:
@@ -137,6 +135,16 @@ def embedding_distance(weight: Tensor, exact: bool | None = None) -> DistanceMat
     if exact or (exact is None and len(unit) <= EXACT_VOCABULARY):
         return DistanceMatrix((2 - 2 * unit @ unit.T).clamp(min=0).square().fill_diagonal_(0))
     return EmbeddingDistance(unit.to(torch.promote_types(weight.dtype, torch.float32)))
+
+
+def remember(kept: dict, key, make):
+    """kept[key], which make() gives if it is not there. The oldest of more than TABLES_KEPT leaves."""
+    if key not in kept:
+        made = make()
+        if len(kept) >= TABLES_KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = made
+    return kept[key]
 
 
 def in_chunks(function, width: int, *rows: Tensor) -> Tensor:

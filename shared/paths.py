@@ -6,13 +6,13 @@ matrix, which uses their dtype. Tokens are integer tensors (...,); t and h are f
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from shared.distances import DistanceMatrix, EmbeddingDistance, embedding_distance, in_chunks
+from shared.distances import DistanceMatrix, EmbeddingDistance, embedding_distance, in_chunks, remember
 from shared.tokens import (
     checked_start,
     checked_step,
@@ -21,6 +21,8 @@ from shared.tokens import (
     draw_symbols,
     draw_uniforms,
 )
+
+SMALL_VOCABULARY = 64  # up to here the V^3 transitions of a step are remembered: 2 MiB at most
 
 
 def _kernel(path, x, x1, t, h, jump: str = "exp", last: bool = False) -> Tensor:
@@ -33,12 +35,34 @@ def _kernel(path, x, x1, t, h, jump: str = "exp", last: bool = False) -> Tensor:
     x, x1 = checked_tokens(path, x, x1)
     if last:
         return one_hot(x1, path.vocab_size).double()
+    return _rows(path, path._computed_kernel, x, x1, t, h, jump)
+
+
+def _computed_kernel(path, x, x1, t, h, jump: str) -> Tensor:
     rates = path.rates(x, x1, t)
     total = rates.sum(-1, keepdim=True)
     chance = _jump_chance(h * total, jump)
     stay = (-h * total).exp() if jump == "exp" else 1 - chance
     kernel = rates * torch.where(total > 0, chance / total, 0.0)
     return kernel.scatter(-1, x[..., None], stay)
+
+
+def _rows(path, compute, x, y, t, h, jump: str) -> Tensor:
+    """compute(x, y, t, h, jump), (..., n), for symbols x, y (...,), which the caller has checked.
+
+    For a small vocabulary it is computed once for all pairs, remembered for each step, and looked up.
+    """
+    size = path.vocab_size
+    if size > SMALL_VOCABULARY:
+        return compute(x, y, t, h, jump)
+
+    def every_pair():
+        pairs = torch.arange(size * size, device=x.device)
+        return compute(pairs // size, pairs % size, t, h, jump)
+
+    kept = path.remembered.setdefault(compute.__name__, {})
+    table = remember(kept, (t, h, jump, x.device), every_pair)
+    return table.index_select(0, (x * size + y).flatten()).reshape(*x.shape, table.shape[1])
 
 
 def _sample(path, x1: Tensor, t: float | Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -70,8 +94,10 @@ class MixturePath:
     mask_id: int | None = None
     power: float = 1.0
     corrector: float = 0.0
+    remembered: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    kernel, sample, draw_source = _kernel, _sample, _draw_source
+    kernel, _computed_kernel = _kernel, _computed_kernel
+    sample, draw_source = _sample, _draw_source
 
     def __post_init__(self):
         masks = {"uniform": [None], "mask": range(self.vocab_size)}
@@ -100,29 +126,32 @@ class MixturePath:
     def log_kernel_column(self, x, x_next, t, h, jump: str = "exp", last: bool = False) -> Tensor:
         """log q(x_next | x, v) for every v: (..., V), -inf where impossible. x, x_next: (...,)."""
         x, x_next = checked_tokens(self, x, x_next)
-        c0, c1, c2 = (c[..., None] for c in self.coefficients(x, x_next, t, h, jump, last))
-        return (c0 + c1 * one_hot(x_next, self.vocab_size) + c2 * one_hot(x, self.vocab_size)).log()
+        t, h = checked_step(t, h, jump)
+        is_next, is_x = (one_hot(y, self.vocab_size).double() for y in (x_next, x))
+        if last:
+            return is_next.log()
+        c0, c1, c2 = self.coefficients(x, x_next, t, h, jump)[..., None].unbind(-2)
+        return (c0 + c1 * is_next + c2 * is_x).log()
 
-    def coefficients(self, x, x_next, t, h, jump: str = "exp", last: bool = False) -> tuple[Tensor, ...]:
-        """(C0, C1, C2) >= 0, each (...,): q(x_next | x, v) = C0 + C1 [v = x_next] + C2 [v = x].
+    def coefficients(self, x, x_next, t, h, jump: str = "exp") -> Tensor:
+        """(C0, C1, C2) >= 0, (..., 3), but for a last step: q(x_next | x, v) = C0 + C1 [v = x_next] + C2 [v = x].
 
         So sum_v p(v) q(x_next | x, v) = C0 + C1 p(x_next) + C2 p(x), whatever V is. With a, b the speeds
         towards x1 and p_0, total rates l0 = b (1 - p_0(x)) if x1 = x, l1 = a + l0 if not, f(l) = J(h l) / l:
             stay       1 - J(h l1),       J(h l1) - J(h l0),    0
             move to y  b p_0(y) f(l1),    a f(l1),              b p_0(y) (f(l0) - f(l1))
-            last step  0,                 1,                    0
         """
         t, h = checked_step(t, h, jump)
-        zero = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-        if last:
-            return zero, zero + 1, zero
+        return _rows(self, self._coefficients, *checked_tokens(self, x, x_next), t, h, jump)
+
+    def _coefficients(self, x, x_next, t, h, jump: str) -> Tensor:
         source_law, (a, b) = self._source_law(x.device), self._speeds(t)
         rate0 = b * (1 - source_law[x])
         jump0, jump1 = _jump_chance(h * rate0, jump), _jump_chance(h * (rate0 + a), jump)
         f0, f1 = torch.where(rate0 > 0, jump0 / rate0, h), torch.where(rate0 + a > 0, jump1 / (rate0 + a), h)
-        back = b * source_law[x_next]
+        back, zero = b * source_law[x_next], torch.zeros_like(rate0)
         stay, move = (1 - jump1, jump1 - jump0, zero), (back * f1, a * f1, back * (f0 - f1).clamp(min=0))
-        return tuple(torch.where(x_next == x, *pair) for pair in zip(stay, move, strict=True))
+        return torch.stack([torch.where(x_next == x, *pair) for pair in zip(stay, move, strict=True)], -1)
 
     def _speeds(self, t: float | Tensor) -> tuple[float, float]:
         """(1 + c) kappa' / (1 - kappa) and c kappa' / kappa."""
@@ -149,13 +178,15 @@ class MetricPath:
     Pinned by test_rates_carry_their_path, test_kernel_is_its_definition, test_table_error_is_bounded.
     """
 
-    kernel, sample, draw_source = _kernel, _sample, _draw_source
+    kernel, _computed_kernel = _kernel, _computed_kernel
+    sample, draw_source = _sample, _draw_source
 
     def __init__(self, distance: Tensor | DistanceMatrix | EmbeddingDistance, c: float = 3.0, a: float = 0.9):
         if not (0 < c < math.inf and 0 < a < math.inf):
             raise ValueError(f"a metric path needs c > 0 and a > 0, not {c} and {a}")
         self.distance = DistanceMatrix(distance) if isinstance(distance, Tensor) else distance
         self.c, self.a, self.vocab_size = c, a, len(self.distance.tensor)
+        self.remembered = {}
 
     @classmethod
     def from_embeddings(cls, weight: Tensor, c: float = 3.0, a: float = 0.9, exact: bool | None = None):
@@ -189,10 +220,13 @@ class MetricPath:
         """
         x, x_next = checked_tokens(self, x, x_next)
         t, h = checked_step(t, h, jump)
-        beta, speed = self._beta_and_speed(t)
-        if last or speed == 0:
+        if last or self.is_identity(t):
             possible = one_hot(x_next, self.vocab_size) if last else (x == x_next)[..., None]
             return possible.expand(*x.shape, self.vocab_size).to(self.distance.tensor).log()
+        return _rows(self, self._column, x, x_next, t, h, jump)
+
+    def _column(self, x, x_next, t, h, jump: str) -> Tensor:
+        beta, speed = self._beta_and_speed(t)
         log_z, table = self.distance.log_z_and_table(beta)
 
         def column(x, x_next):

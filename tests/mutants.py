@@ -74,6 +74,8 @@ RESPONSIBILITY = "test_ctmc.test_gradient_is_responsibility_minus_posterior"
 IDENTITY = "test_ctmc.test_an_identity_step_is_exactly_zero_with_zero_gradient"
 FREQUENCIES = "test_ctmc.test_sampling_frequencies_are_the_transition"
 BOUNDED = "test_ctmc.test_table_error_is_bounded"
+LAW = "test_ctmc.test_the_law_is_that_of_every_transition"
+SMALL = "test_ctmc.test_tables_of_a_small_vocabulary_change_nothing"
 INVERSE = "test_ctmc.test_a_drawn_symbol_is_the_first_beyond_its_uniform_number"
 SAME_DRAWS = "test_ctmc.test_a_token_draws_the_same_whatever_the_batch"
 REFUSED = "test_ctmc.test_bad_arguments_are_refused"
@@ -1011,21 +1013,25 @@ MUTANTS = [
     ),
     # ---- discrete flows ----
     Mutant(
-        PATHS + "_kernel",
+        PATHS + "_computed_kernel",
         "first order under the name of exp",
         "_jump_chance(h * total, jump)",
         "(h * total).clamp(max=1)",
         KERNEL,
     ),
     Mutant(
-        PATHS + "_kernel",
+        PATHS + "_computed_kernel",
         "the step size is missing",
         "_jump_chance(h * total, jump)",
         "_jump_chance(total, jump)",
         KERNEL,
     ),
     Mutant(
-        PATHS + "_kernel", "tokens at rest vanish", "kernel.scatter(-1, x[..., None], stay)", "kernel", KERNEL
+        PATHS + "_computed_kernel",
+        "tokens at rest vanish",
+        "kernel.scatter(-1, x[..., None], stay)",
+        "kernel",
+        KERNEL,
     ),
     Mutant(
         PATHS + "_kernel",
@@ -1115,28 +1121,28 @@ MUTANTS = [
         "test_ctmc.test_marginal_is_the_definition",
     ),
     Mutant(
-        MIXTURE + "coefficients",
+        MIXTURE + "_coefficients",
         "a stay forgets the correct prediction",
         "(1 - jump1, jump1 - jump0, zero)",
         "(1 - jump1, zero, zero)",
         CLOSED,
     ),
     Mutant(
-        MIXTURE + "coefficients",
+        MIXTURE + "_coefficients",
         "moves forget the corrector at x1 = x",
         "back * (f0 - f1).clamp(min=0)",
         "zero",
         CLOSED,
     ),
     Mutant(
-        MIXTURE + "coefficients",
+        MIXTURE + "_coefficients",
         "moves by the corrector alone are forgotten",
         "(back * f1,",
         "(zero,",
         CLOSED,
     ),
     Mutant(
-        MIXTURE + "coefficients",
+        MIXTURE + "_coefficients",
         "the mask can be left by noise towards itself",
         "b * (1 - source_law[x])",
         "b",
@@ -1192,35 +1198,35 @@ MUTANTS = [
         "test_ctmc.test_marginal_is_the_definition",
     ),
     Mutant(
-        METRIC + "log_kernel_column",
+        METRIC + "_column",
         "the normaliser of p_t is missing",
         "* distance_next - log_z",
         "* distance_next",
         CLOSED,
     ),
     Mutant(
-        METRIC + "log_kernel_column",
+        METRIC + "_column",
         "the gap between distances is missing",
         "(distance - distance_next) * speed",
         "torch.ones_like(distance) * speed",
         CLOSED,
     ),
     Mutant(
-        METRIC + "log_kernel_column",
+        METRIC + "_column",
         "probabilities instead of logarithms",
         "factor.log() - beta * distance_next - log_z",
         "(factor * (-beta * distance_next - log_z).exp()).log()",
         "test_ctmc.test_nothing_underflows",
     ),
     Mutant(
-        METRIC + "log_kernel_column",
+        METRIC + "_column",
         "stays of exp under the name of euler",
         'if jump == "exp" else torch.log1p(-chance)',
         "if True else torch.log1p(-chance)",
         CLOSED,
     ),
     Mutant(
-        METRIC + "log_kernel_column",
+        METRIC + "_column",
         "the distance is transposed",
         "self.distance.from_symbol(x_next)",
         "self.distance.to_clean(x_next)",
@@ -1258,8 +1264,8 @@ MUTANTS = [
     Mutant(
         CTMC + "transition_log_prob",
         "the last step is like any other",
-        "x_next, t, h, jump, last)]",
-        "x_next, t, h, jump)]",
+        "if last:",
+        "if False:",
         CLOSED,
     ),
     Mutant(
@@ -1272,8 +1278,8 @@ MUTANTS = [
     Mutant(
         CTMC + "transition_log_prob",
         "x and x_next are swapped",
-        "for y in (x_next, x)",
-        "for y in (x, x_next)",
+        "torch.stack([x_next, x], -1)",
+        "torch.stack([x, x_next], -1)",
         CLOSED,
     ),
     Mutant(
@@ -1298,6 +1304,28 @@ MUTANTS = [
         "t, h), u_next)",
         FREQUENCIES,
     ),
+    Mutant(
+        CTMC + "transition_law",
+        "a law of the posterior at every step",
+        "    if last:",
+        "    if True:",
+        LAW,
+    ),
+    Mutant(CTMC + "transition_law", "the last step is like any other", "    if last:", "    if False:", LAW),
+    Mutant(CTMC + "transition_law", "jumps by exp only", "every, t, h, jump)", "every, t, h)", LAW),
+    Mutant(
+        CTMC + "transition_law",
+        "a stay forgets the corrector",
+        " + c2 * p.gather(-1, x[..., None])",
+        "",
+        LAW,
+    ),
+    Mutant(CTMC + "transition_law", "the kernel is transposed", "@ kernel.to(p)", "@ kernel.mT.to(p)", LAW),
+    Mutant(CTMC + "transition_law", "the law has no gradient", "softmax(-1)", "detach().softmax(-1)", LAW),
+    Mutant(PATHS + "_rows", "tables of all step sizes are one", "(t, h, jump,", "(t, jump,", SMALL),
+    Mutant(PATHS + "_rows", "tables of both jumps are one", "(t, h, jump,", "(t, h,", SMALL),
+    Mutant(PATHS + "_rows", "rows of the reverse pair", "x * size + y", "y * size + x", SMALL),
+    Mutant(PATHS + "_rows", "nothing is remembered", "remember(kept, (", "remember({}, (", SMALL),
     Mutant(
         CTMC + "sample_step",
         "both draws share a uniform number",
@@ -1421,7 +1449,7 @@ MUTANTS = [
         BOUNDED,
     ),
     Mutant(
-        DISTANCES + "_log_z_and_table",
+        DISTANCES + "remember",
         "tables pile up",
         "if len(kept) >= TABLES_KEPT",
         "if False",
@@ -1449,10 +1477,10 @@ MUTANTS = [
         "test_ctmc.test_results_do_not_depend_on_chunks",
     ),
     Mutant(
-        DISTANCES + "_log_z_and_table",
+        DISTANCES + "remember",
         "every time has the first one's table",
-        "if beta not in kept",
-        "beta = next(iter(kept), beta)\n    if beta not in kept",
+        "if key not in kept",
+        "key = next(iter(kept), key)\n    if key not in kept",
         "test_ctmc.test_tables_are_remembered_by_time",
     ),
     # ---- dFlowGRPO

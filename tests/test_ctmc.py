@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from shared import distances
-from shared.ctmc import JUMPS, MetricPath, MixturePath, draw_symbols, sample_step, transition_log_prob
+from shared import distances, paths
+from shared.ctmc import (
+    JUMPS,
+    MetricPath,
+    MixturePath,
+    draw_symbols,
+    sample_step,
+    transition_law,
+    transition_log_prob,
+)
 from shared.distances import DistanceMatrix, EmbeddingDistance, embedding_distance, in_chunks
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "discrete_golden.json").read_text())["cases"]
@@ -182,6 +190,54 @@ def test_gradient_is_responsibility_minus_posterior(name, jump, last):
     joint = p * q.transpose(1, 2)  # (x, x_next, v)
     expected = (joint / joint.sum(-1, keepdim=True) - p) * weights[..., None]
     assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*EXACT, "one-hot"])
+@pytest.mark.parametrize("jump", JUMPS)
+@pytest.mark.parametrize("last", [False, True])
+def test_the_law_is_that_of_every_transition(name, jump, last):
+    """Values and gradients, with a posterior that has symbols of probability 0."""
+    path, (t, h) = PATHS["metric" if name == "one-hot" else name](), (0.5, 0.2)
+    logits = LOGITS[:, 0].clone()
+    logits[0, 1:] = logits[1, 3] = -math.inf
+    if name == "one-hot":
+        logits = torch.eye(V).double().log()
+    logits.requires_grad_()
+    x = torch.arange(V)
+    law = transition_law(path, logits, x, t, h, jump=jump, last=last)
+    log_prob = transition_log_prob(
+        path, logits[:, None].expand(V, V, V), X, X_NEXT, t, h, jump=jump, last=last
+    )
+    assert_close(law, log_prob.exp(), rtol=1e-12, atol=1e-15)
+    assert_close(law.sum(-1), torch.ones(V, dtype=torch.float64), rtol=1e-13, atol=0)
+    weights = random(V, V, seed=11)
+    gradients = [torch.autograd.grad((p * weights).sum(), logits)[0] for p in (law, log_prob.exp())]
+    assert_close(*gradients, rtol=1e-10, atol=1e-14)
+    assert bool(gradients[0].any()) == (name != "one-hot")
+    half = transition_law(path, logits[None].bfloat16(), x[None], t, h, jump=jump, last=last)
+    assert half.shape == (1, V, V) and half.dtype == torch.float32
+    with patch.object(distances, "CHUNK", 2 * V * V):
+        assert_close(transition_law(path, logits, x, t, h, jump=jump, last=last), law, rtol=1e-14, atol=1e-18)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_tables_of_a_small_vocabulary_change_nothing(name):
+    for t, h in [*STEPS, STEPS[0]]:
+        for jump in JUMPS:
+            path = PATHS[name]()
+            found = [f(X, X_NEXT, t, h, jump) for _ in (0, 1) for f in (path.kernel, path.log_kernel_column)]
+            with patch.object(paths, "SMALL_VOCABULARY", V - 1):
+                direct = [f(X, X_NEXT, t, h, jump) for f in (path.kernel, path.log_kernel_column)]
+            for one, other in zip(found, direct * 2, strict=True):
+                assert_close(one, other, rtol=1e-13, atol=0)
+    one, other = (path.kernel(X, X_NEXT, 0.5, h, jump) for h, jump in [(0.1, "exp"), (0.2, "exp")])
+    assert not torch.equal(one, other) and not torch.equal(one, path.kernel(X, X_NEXT, 0.5, 0.1, "euler"))
+    with (
+        patch.object(path, "rates", None)
+        if isinstance(path, MetricPath)
+        else patch.object(MixturePath, "rates", None)
+    ):
+        assert torch.equal(path.kernel(X, X_NEXT, 0.5, 0.1), one)  # remembered
 
 
 def test_a_hand_computed_mixture_step():
@@ -368,7 +424,7 @@ def test_a_drawn_symbol_is_the_first_beyond_its_uniform_number():
 def test_a_token_draws_the_same_whatever_the_batch(name):
     """To the last bit: alone, in a batch, in chunks; and a generator stands for its float64 numbers."""
     codebook = name == "codebook"
-    path = MetricPath.from_embeddings(embeddings(64, 8).float(), exact=False) if codebook else PATHS[name]()
+    path = MetricPath.from_embeddings(embeddings(80, 8).float(), exact=False) if codebook else PATHS[name]()
     size, tokens = path.vocab_size, 200
     logits, uniforms = random(tokens, size, seed=2) * 4, random(2, tokens, seed=3)
     x = torch.arange(tokens) % size
@@ -656,7 +712,13 @@ BAD = {
         lambda: draw_symbols(FLAT + math.inf, torch.tensor(0.5)),
         lambda: sample_step(METRIC, FLAT + math.nan, TOKEN, 0.5, 0.1),
     ],
+    "too many, V = 2049": [
+        lambda: transition_law(
+            MetricPath.from_embeddings(embeddings(2049)), torch.zeros(2049), TOKEN, 0.5, 0.1
+        )
+    ],
     "need the shape": [
+        lambda: transition_law(CORRECTED, FLAT.expand(2, V), TOKEN, 0.5, 0.1),
         lambda: sample_step(METRIC, FLAT, TOKEN, 0.5, 0.1, uniforms=torch.zeros(2, 1)),
         lambda: transition_log_prob(METRIC, FLAT[:-1], TOKEN, TOKEN, 0.5, 0.1),
         lambda: transition_log_prob(CORRECTED, FLAT.expand(2, V), TOKEN, TOKEN, 0.5, 0.1),
