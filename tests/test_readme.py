@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from algos import flow_grpo, op_grpo, tp_grpo
+from algos import dflow_grpo, flow_grpo, op_grpo, tp_grpo
 from shared.command import parse_args
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-MODULES = {f"algos/{m.Args.algorithm}.py": m for m in (flow_grpo, tp_grpo, op_grpo)}
+MODULES = {f"algos/{m.Args.algorithm}.py": m for m in (flow_grpo, tp_grpo, op_grpo, dflow_grpo)}
 TEXTS = "\n".join([README, *(module.__doc__ for module in MODULES.values())])
 COMMANDS = sorted(
     {line.split("#")[0].strip() for line in re.findall(r"^ *python (algos/.*)$", TEXTS, re.MULTILINE)}
