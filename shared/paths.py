@@ -134,8 +134,7 @@ class MixturePath:
         return (c0 + c1 * is_next + c2 * is_x).log()
 
     def coefficients(self, x, x_next, t, h, jump: str = "exp") -> Tensor:
-        """(C0, C1, C2) >= 0, (..., 3), of a step that is not the last, for which
-        q(x_next | x, v) = C0 + C1 [v = x_next] + C2 [v = x].
+        """(C0, C1, C2) >= 0, (..., 3): q(x_next | x, v) = C0 + C1 [v = x_next] + C2 [v = x], unless last.
 
         So sum_v p(v) q(x_next | x, v) = C0 + C1 p(x_next) + C2 p(x), whatever V is. With a, b the speeds
         towards x1 and p_0, total rates l0 = b (1 - p_0(x)) if x1 = x, l1 = a + l0 if not, f(l) = J(h l) / l:
