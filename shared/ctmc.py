@@ -20,8 +20,8 @@ from shared.distances import EXACT_VOCABULARY, in_chunks
 from shared.paths import MetricPath, MixturePath
 from shared.tokens import JUMPS, checked_logits, checked_step, checked_tokens, draw_symbols, draw_uniforms
 
-__all__ = ["JUMPS", "MetricPath", "MixturePath", "draw_symbols", "sample_step", "transition_law"]
-__all__ += ["transition_log_prob"]
+__all__ = ["JUMPS", "MetricPath", "MixturePath", "draw_symbols"]  # defined elsewhere, part of this module too
+__all__ += ["sample_step", "transition_kl", "transition_law", "transition_log_prob"]
 
 
 def transition_log_prob(path, logits, x, x_next, t, h, *, jump: str = "exp", last: bool = False) -> Tensor:
