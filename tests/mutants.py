@@ -57,7 +57,7 @@ K3 = DFLOW_TEST + "test_k3_estimates_the_kl_of_the_transitions"
 STEPS = DFLOW_TEST + "test_which_steps_are_trained"
 RESOLVED = DFLOW_TEST + "test_defaults"
 NOISE = DFLOW_TEST + "test_noise_depends_on_the_sample_alone"
-LAW = DFLOW_TEST + "test_the_rollout_has_the_exact_law"
+ROLLOUT_LAW = DFLOW_TEST + "test_the_rollout_has_the_exact_law"
 KEEPS = DFLOW_TEST + "test_what_the_rollout_keeps"
 CUT = DFLOW_TEST + "test_top_k_cuts_the_posterior"
 RELEASED = DFLOW_TEST + "test_released_sampler_is_another_kernel_for_more_than_one_draw"
@@ -1684,34 +1684,34 @@ MUTANTS = [
         "(seed, iteration, 0)",
         NOISE,
     ),
-    Mutant(TOKEN_ROLLOUT + "token_rollout", "the last step jumps", "k == K - 1", "False", LAW),
+    Mutant(TOKEN_ROLLOUT + "token_rollout", "the last step jumps", "k == K - 1", "False", ROLLOUT_LAW),
     Mutant(
         TOKEN_ROLLOUT + "token_rollout",
         "every step starts at 0",
         "float(times[k]), float",
         "float(times[0]), float",
-        LAW,
+        ROLLOUT_LAW,
     ),
     Mutant(
         TOKEN_ROLLOUT + "token_rollout",
         "steps of the whole grid",
         "times[k + 1] - times[k]",
         "times[-1] - times[k]",
-        LAW,
+        ROLLOUT_LAW,
     ),
     Mutant(
         TOKEN_ROLLOUT + "token_rollout",
         "one number for X1 and jump",
         "torch.stack([clean[0], jumps])",
         "torch.stack([clean[0], clean[0]])",
-        LAW,
+        ROLLOUT_LAW,
     ),
     Mutant(
         TOKEN_ROLLOUT + "token_rollout",
         "all steps share their numbers",
         "numbers[:1, :, k]",
         "numbers[:1, :, 0]",
-        LAW,
+        ROLLOUT_LAW,
     ),
     Mutant(TOKEN_ROLLOUT + "token_rollout", "padding moves", "torch.where(mask, x_next, x)", "x_next", KEEPS),
     Mutant(
