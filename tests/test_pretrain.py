@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from shared.policies.digit_tokens import DigitTokensPolicy
