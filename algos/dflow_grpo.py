@@ -42,7 +42,6 @@ Left out: classifier-free guidance; diffu-GRPO's random masking of the prompt.
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -63,12 +62,12 @@ from shared.prompts import sample_groups
 from shared.rewards import score
 from shared.run import Run
 from shared.token_rollout import TokenRollout, at_draws, ratio_noise, sample_uniforms, token_rollout
-from shared.training import apply_update, average, gather, micro_batches, prepare, set_up, timed
+from shared.training import apply_update, average, gather, micro_batches, prepare, set_up, swapped, timed
 
 AGGREGATION = {"mean_field": "token", "mean_field_sequence": "geometric"}  # where the ratio decides it
 CLIP_RANGES = {"product": (0.2, 0.2), "geometric": (5e-3, 7e-3), "token": (0.2, 0.2)}  # by aggregation
-DRAWS, PROBED_TOKENS = (1, 2, 4, 8, 24), 4096  # of the picture of the ratio's noise: draws, tokens at most
-KEPT = {"exact": "transitions", "mc": "draws", "joint": "draws", **dict.fromkeys(AGGREGATION, "ends")}
+KEPT = {"exact": "transitions", "mc": "draws", "joint": "draws"}  # of the old policy; mean field: "ends"
+DRAWS = (1, 2, 4, 8, 24)  # numbers of draws in the picture of the ratio's noise
 
 
 @dataclass
@@ -102,7 +101,7 @@ class Args(RunArgs):
     jump: Literal["exp", "euler"] = "exp"
     """Chance of a jump: 1 - exp(-h lambda), or h lambda, its first order."""
     sampler: Literal["conditional", "released"] = "conditional"
-    """released, for comparison only: the authors' sampler and trained steps; needs --ratio mc."""
+    """released, for comparison only: the authors' sampler and trained steps; needs --ratio mc, --jump exp."""
 
     # groups
     num_prompts: int = 8
@@ -134,8 +133,19 @@ class Args(RunArgs):
     beta: float = 0.0
     """beta: weight of the KL to the model before RL (upstream: kl_beta)."""
     kl: Literal["posterior", "transition", "k3"] = "posterior"
-    """KL of the posteriors, at least that of the transitions (vocabularies up to 2048), or of these the
-    estimate k3."""
+    """posterior: the KL of the posteriors, which bounds that of the steps. transition: that of the steps (on
+    metric paths of up to 2048 symbols). k3: an estimate of it."""
+
+
+def draws_log_ratio(log_p_new: Tensor, log_p_old: Tensor, log_weight: Tensor) -> Tensor:
+    """log of r = sum_j q_j p_new(X_j) / p_old(X_j) / sum_j q_j over n draws X_j, per token.
+
+    All (n, ...): log-posteriors at the draws, and log q_j = log q(x_next | x, X_j). Returns (...,). With the
+    X1 that made x_next among the draws, r is unbiased for every n, else it is not. Pinned by
+    test_mc_is_unbiased_with_the_used_draw.
+    """
+    change = log_weight + (log_p_new - log_p_old)
+    return change.logsumexp(0) - log_weight.logsumexp(0)
 
 
 def mc_log_ratio(
@@ -149,17 +159,6 @@ def mc_log_ratio(
     """
     column = path.log_kernel_column(x, x_next, t, h, jump=jump).to(log_p_new)
     return draws_log_ratio(*(at_draws(values, draws) for values in (log_p_new, log_p_old, column)))
-
-
-def draws_log_ratio(log_p_new: Tensor, log_p_old: Tensor, log_weight: Tensor) -> Tensor:
-    """log of r = sum_j q_j p_new(X_j) / p_old(X_j) / sum_j q_j over n draws X_j, per token.
-
-    All (n, ...): log-posteriors at the draws, and log q_j = log q(x_next | x, X_j). Returns (...,). With the
-    X1 that made x_next among the draws, r is unbiased for every n, else it is not. Pinned by
-    test_mc_is_unbiased_with_the_used_draw.
-    """
-    change = log_weight + (log_p_new - log_p_old)
-    return change.logsumexp(0) - log_weight.logsumexp(0)
 
 
 def aggregate(log_ratio: Tensor, mask: Tensor, how: str) -> Tensor:
@@ -187,14 +186,19 @@ def posterior_kl(logits: Tensor, logits_ref: Tensor) -> Tensor:
     return (log_p.exp() * gap).sum(-1)
 
 
+def of_interest(total: Tensor, mask: Tensor) -> Tensor:
+    """What `aggregate` gave, without padding: (B,), or the tokens inside the mask of (B, D)."""
+    return total[mask] if total.ndim == 2 else total
+
+
 def surrogate(log_ratio: Tensor, mask: Tensor, advantages: Tensor, how: str, clip_range: tuple[float, float]):
     """`clipped_surrogate` of the aggregated log-ratios of tokens (B, D), the mean over samples; by "token"
     the mean over each sample's tokens first. advantages: (B,). Returns the loss () and metrics."""
     total, weights = aggregate(log_ratio, mask, how), None
     if how == "token":
         share = mask.sum() / (len(mask) * mask.sum(1, keepdim=True)).to(total)  # all / (samples x own tokens)
-        total, weights = total[mask], share.expand_as(mask)[mask]
-        advantages = advantages[:, None].expand_as(mask)[mask]
+        weights, advantages = (v.expand_as(mask)[mask] for v in (share, advantages[:, None]))
+    total = of_interest(total, mask)
     return clipped_surrogate(total, torch.zeros_like(total), advantages, clip_range, weights)
 
 
@@ -241,9 +245,11 @@ def step_loss(
     if args.beta > 0 or args.loss == "dpo":
         with torch.no_grad(), policy.reference():
             logits_ref = policy.posterior_logits(x, t, cond)
+    if args.loss == "dpo" or (args.beta > 0 and args.kl == "k3"):
+        change = log_ratio - log_ratio_to_old(logits_ref)  # log p_theta / p_ref
     loss, metrics = surrogate(log_ratio, mask, advantages, args.aggregation, args.clip_range)
-    if args.loss == "dpo":
-        total = aggregate(log_ratio - log_ratio_to_old(logits_ref), mask, args.aggregation)
+    if args.loss == "dpo":  # and only the metrics of the surrogate
+        total = aggregate(change, mask, args.aggregation)
         loss, metrics["clip_fraction"] = dpo_loss(total, advantages, args.group_size, args.dpo_beta), None
     metrics["kl"] = None
     if args.beta > 0:
@@ -252,8 +258,7 @@ def step_loss(
         elif args.kl == "transition":
             kl = transition_kl(path, logits, logits_ref, x, t, h, jump=args.jump, last=last)
         else:
-            change = log_ratio_to_old(logits_ref) - log_ratio  # log p_ref / p_theta
-            kl = torch.expm1(change) - change
+            kl = torch.expm1(-change) + change
         kl = aggregate(kl, mask, "product" if args.aggregation == "product" else "geometric").mean()
         loss = loss + args.beta * kl
         metrics["kl"] = kl.item()
@@ -288,12 +293,15 @@ def resolve(args: Args) -> Args:
     released, dpo, size = args.sampler == "released", args.loss == "dpo", args.micro_batch_size
     bounds = {
         "eval_top_k": (args.eval_top_k >= 0, "0 or more"),
-        "num_steps": (args.num_steps > released, "at least 1, or 2 with --sampler released"),
+        "num_steps": (args.num_steps >= (2 if released else 1), "at least 1, or 2 with --sampler released"),
         "num_draws": (args.num_draws >= 1, "at least 1"),
         "clip_range": (all(0 < side < float("inf") for side in args.clip_range), "above 0, both"),
         "dpo_beta": (0 < args.dpo_beta < float("inf"), "above 0"),
         "aggregation": (decided in (None, args.aggregation), f"{decided} with --ratio {args.ratio}"),
-        "sampler": (not released or args.ratio == "mc", "conditional, unless --ratio is mc"),
+        "sampler": (
+            not released or (args.ratio, args.jump) == ("mc", "exp"),
+            "conditional, unless --ratio is mc and --jump exp",
+        ),
         "loss": (not dpo or args.aggregation != "token", "grpo where tokens are clipped one by one"),
     }
     check_args(args, **bounds)
@@ -311,12 +319,11 @@ def train(args: Args) -> list[dict]:
     times = policy.times(args.num_steps)
     steps = trained_steps(policy.path, times, args)
     num_draws = args.num_draws if args.ratio == "mc" else 1
-    sampling = {"jump": args.jump, "sampler": args.sampler, "keep": KEPT[args.ratio]}
+    sampling = {"jump": args.jump, "sampler": args.sampler, "keep": KEPT.get(args.ratio, "ends")}
     optimizer, ema = prepare(accelerator, policy, args)
     evaluation = token_evaluation(policy, eval_prompts, args)
     run.start(policy, rewards, optimizer, ema, evaluation)
 
-    measurable = len(steps) > 1 and args.sampler == "conditional"  # steps whose ratio draws estimate
     size = len(share) * args.group_size  # trajectories of this process in an iteration
     first = share[0] * args.group_size  # place of the first of them among those of all processes
     chunks = micro_batches(size, args.micro_batch_size)
@@ -343,14 +350,8 @@ def train(args: Args) -> list[dict]:
         trained = int((advantages != 0).sum()) * len(steps) * args.updates_per_rollout  # steps with a signal
         advantages = advantages[share].flatten().to(accelerator.device)  # (size,), of this process
 
-        if probed := iteration == args.num_iterations and measurable:  # for a picture
-            k, (_, cond, trajectory) = steps[len(steps) // 2 - 1], trajectories[0]
-            rows = slice(max(1, PROBED_TOKENS // trajectory.states.shape[2]))
-            few, states = {name: value[rows] for name, value in cond.items()}, trajectory.states[rows]
-            x, x_next, t, h = states[:, k], states[:, k + 1], float(times[k]), float(times[k + 1] - times[k])
-            with torch.no_grad():
-                before = policy.posterior_logits(x, t, few)
-
+        if iteration == args.num_iterations:
+            old = swapped(ema.parameters, [p.detach().clone() for p in ema.parameters])  # for a picture
         with timed(seconds, "update"):
             step_metrics, grad_norms = [], []
             for update in range(args.updates_per_rollout):
@@ -376,21 +377,21 @@ def train(args: Args) -> list[dict]:
             "grad_norm": sum(grad_norms) / len(grad_norms),
         }
         run.log(all_rewards, scores, [t for _, _, t in trajectories], metrics, seconds)
-        if probed and accelerator.is_main_process:
-            with torch.no_grad():
-                after = policy.posterior_logits(x, t, few)
+        if iteration == args.num_iterations and len(steps) > 1 and args.sampler == "conditional":
+            _, cond, trajectory = trajectories[0]
             noise = ratio_noise(
-                policy.path, after, before, x, x_next, t, h, jump=args.jump, counts=DRAWS, repeats=50,
-                generator=torch.Generator().manual_seed(args.seed), estimate=draws_log_ratio,
-                reduce=partial(aggregate, mask=few["mask"], how=args.aggregation),
+                policy, trajectory.states, steps[len(steps) // 2 - 1], cond, times, old, jump=args.jump,
+                counts=DRAWS, repeats=50, generator=torch.Generator().manual_seed(args.seed),
+                estimate=draws_log_ratio,
+                reduce=lambda r, mask: of_interest(aggregate(r, mask, args.aggregation), mask),
             )  # fmt: skip
-            save_ratio_noise(run.folder / "ratio_noise.png", *noise, DRAWS, args.clip_range)
+            if accelerator.is_main_process:
+                save_ratio_noise(run.folder / "ratio_noise.png", *noise, DRAWS, args.clip_range)
 
+    with ema.applied():
+        states = decoded_states(policy, evaluation.prompts[:4], times, args.jump)
     if accelerator.is_main_process:
-        shown = evaluation.prompts[:4]
-        with ema.applied():
-            states = decoded_states(policy, shown, times, args.jump)
-        save_filmstrip(run.folder / "filmstrip.png", states, shown, times)
+        save_filmstrip(run.folder / "filmstrip.png", states, evaluation.prompts[:4], times)
     run.finish()
     return run.history
 

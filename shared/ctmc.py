@@ -114,7 +114,8 @@ def transition_kl(path, logits, logits_ref, x, t, h, *, jump: str = "exp", last:
     By `transition_law`, which raises its ValueErrors. At most the KL of the posteriors. Pinned by
     test_k3_estimates_the_kl_of_the_transitions.
     """
-    p, ref = (transition_law(path, each, x, t, h, jump=jump, last=last) for each in (logits, logits_ref))
+    both = logits.double(), logits_ref.double()  # in float32 small chances would be 0
+    p, ref = (transition_law(path, each, x, t, h, jump=jump, last=last) for each in both)
     possible = p.detach() > 0
     gap = torch.where(possible, p, 1.0).log() - torch.where(possible, ref, 1.0).log()
-    return (p * gap).sum(-1)
+    return (p * gap).sum(-1).to(logits)

@@ -30,7 +30,7 @@ def save_samples(path: Path, images: Tensor, rewards: Tensor, prompts: list[Prom
 
 
 def save_reward_curve(path: Path, history: list[dict], eval_before: float) -> None:
-    """Training reward (stochastic samples) and evaluation reward (ODE samples) against iterations."""
+    """Training reward (fresh noise) and evaluation reward (fixed noise) against iterations."""
     figure = _figure(7, 4.2)
     axes = figure.add_subplot(figure.add_gridspec(1, 1, **_margins(figure, 0.2, 0.6, 0.8, 0.2))[0, 0])
     iterations = [m["iteration"] for m in history]
@@ -42,14 +42,14 @@ def save_reward_curve(path: Path, history: list[dict], eval_before: float) -> No
         [m["reward_mean"] for m in history],
         color=GREY,
         linestyle="--",
-        label="training (stochastic sampler)",
+        label="training (fresh noise)",
     )
     axes.plot(
         *zip(*evaluated, strict=True),
         color=BLUE,
         marker="o",
         markersize=3,
-        label="evaluation (ODE, fixed noise)",
+        label="evaluation (fixed noise)",
     )
     axes.set(xlabel="iteration", ylabel="reward")
     axes.grid(alpha=0.3)
@@ -158,14 +158,14 @@ def save_confusion(
 ) -> None:
     """How often each right answer (rows, prompt.metadata["answer"]) got which answer (columns); B of each,
     rewards (B,). Answers that are rare or that no question has are counted as "other"."""
-    right = [str(prompt.metadata["answer"]) for prompt in prompts]
+    right = [str(prompt.metadata["answer"]).strip().casefold() for prompt in prompts]
     frequent = sorted(set(right), key=lambda name: (-right.count(name), name))[:MAX_ANSWERS]
     names = [word for word in DIGIT_WORDS if word in frequent]
     names += sorted(set(frequent) - set(names))
     counts = torch.zeros(len(names) + 1, len(names) + 1, dtype=torch.long)
     place = {name: i for i, name in enumerate(names)}
     for asked, given in zip(right, answers, strict=True):
-        counts[place.get(asked, -1), place.get(given.strip(), -1)] += 1
+        counts[place.get(asked, -1), place.get(given.strip().casefold(), -1)] += 1
     names.append("other")
     rows = [i for i in range(len(names)) if counts[i].any()]
     if not counts[:, -1].any():

@@ -5,6 +5,7 @@ of (seed, k, i) alone.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from shared.ctmc import sample_step, transition_log_prob
 from shared.rollout import sample_generator
 from shared.tokens import draw_symbols
+
+PROBED = 2**26  # entries of the logits that `ratio_noise` looks at, at most: 256 MiB
 
 
 class TokenRollout(NamedTuple):
@@ -81,24 +84,27 @@ def token_rollout(
             t, h, last = float(times[k]), float(times[k + 1] - times[k]), k == K - 1
             logits = policy.posterior_logits(x, t, cond)  # (B, D, V)
             if top_k is not None:
-                best = logits.topk(top_k, dim=-1)
+                best = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
                 logits = torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
-            clean, jumps = torch.cat([numbers[:1, :, k], numbers[2:, :, k]]), numbers[1, :, k]
-            if keep == "draws" or sampler == "released":
-                draws = draw_symbols(logits.softmax(-1), clean)  # (n, B, D)
+            pair, further = numbers[:2, :, k], numbers[2:, :, k]  # X1 and jump; more X1
             if sampler == "released" and not last:
-                x_next = draw_symbols(averaged_law(path, x, draws, t, h), jumps)
+                draws = draw_symbols(logits.softmax(-1), torch.cat([pair[:1], further]))  # (n, B, D)
+                x_next = draw_symbols(averaged_law(path, x, draws, t, h), pair[1])
             else:
-                pair = torch.stack([clean[0], jumps])
-                x_next, _ = sample_step(path, logits, x, t, h, jump=jump, last=last, uniforms=pair)
+                x_next, x1 = sample_step(path, logits, x, t, h, jump=jump, last=last, uniforms=pair)
+                if keep == "draws":
+                    draws = torch.cat([x1[None], draw_symbols(logits.softmax(-1), further)])
             x_next = torch.where(mask, x_next, x)
             if keep == "transitions":
                 log_probs.append(transition_log_prob(path, logits, x, x_next, t, h, jump=jump, last=last))
             elif keep == "draws":
-                column = path.log_kernel_column(x, x_next, t, h, jump, last).to(logits)
-                all_draws.append(draws.movedim(0, 1))
                 log_probs.append(at_draws(logits.log_softmax(-1), draws).movedim(0, 1))
-                log_weights.append(at_draws(column, draws).masked_fill(~mask, 0.0).movedim(0, 1))
+                all_draws.append(draws.movedim(0, 1))
+                log_weight = torch.zeros_like(log_probs[-1])  # of one draw it does not matter
+                if len(draws) > 1:
+                    column = path.log_kernel_column(x, x_next, t, h, jump, last)
+                    log_weight[:] = at_draws(column, draws).masked_fill(~mask, 0.0).movedim(0, 1)
+                log_weights.append(log_weight)
             elif keep == "ends" and k == 0:
                 at_source = logits
             x = x_next
@@ -116,34 +122,44 @@ def at_draws(values: Tensor, draws: Tensor) -> Tensor:
 
 def averaged_law(path, x: Tensor, draws: Tensor, t: float, h: float) -> Tensor:
     """The law of x_next (B, D, V) by the mean rates of the draws (n, B, D): a jump with chance
-    1 - exp(-h lambda), to y with chance rate / lambda. For n = 1 this is the kernel of shared/ctmc.py."""
-    rates = torch.stack([path.rates(x, draw, t) for draw in draws]).mean(0)  # (B, D, V)
+    1 - exp(-h lambda), to y with chance rate / lambda. For n = 1 this is the kernel of shared/paths.py."""
+    rates = sum(path.rates(x, draw, t) for draw in draws) / len(draws)  # (B, D, V)
     total = rates.sum(-1, keepdim=True)
     law = rates * torch.where(total > 0, -torch.expm1(-h * total) / total, 0.0)
     return law.scatter(-1, x[..., None], torch.exp(-h * total))
 
 
 def ratio_noise(
-    path, logits: Tensor, logits_old: Tensor, x: Tensor, x_next: Tensor, t: float, h: float, *, jump: str,
-    counts: tuple[int, ...], repeats: int, generator: torch.Generator, estimate: Callable, reduce: Callable,
+    policy, states: Tensor, k: int, cond: dict[str, Tensor], times: Tensor, old: AbstractContextManager, *,
+    jump: str, counts: tuple[int, ...], repeats: int, generator: torch.Generator, estimate: Callable,
+    reduce: Callable,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Ratios p(x_next | x) / p_old(x_next | x) of B samples' steps, exact (R,) and from n draws of X1, n of
-    counts, `repeats` times each: (len(counts), repeats, R).
+    """Ratios p(x_next | x) / p_old(x_next | x) of step k, not the last, of the first trajectories: exact
+    (R,), and from n draws of X1, `repeats` times for each n of counts: (len(counts), repeats, R), on the CPU.
 
-    logits, logits_old: (B, D, V); x, x_next: (B, D), a step from t, not the last, of the policy of
-    logits_old. estimate(log_p, log_p_old, log_weight): the log-ratio from values at draws, of which the first
-    made the step; reduce: the log-ratios of interest, R in all, from those of all tokens (B, D).
+    states (B, K+1, D), cond: of trajectories by the old policy, whose weights the policy has within `old`.
+    estimate(log_p, log_p_old, log_weight): the log-ratio from values at draws, the first of which made the
+    step; reduce(log-ratios of tokens (b, D), mask (b, D)): those of interest, R in all. Without gradient.
     """
-    column = path.log_kernel_column(x, x_next, t, h, jump=jump).to(logits)  # (B, D, V)
-    log_p, log_p_old = logits.log_softmax(-1), logits_old.log_softmax(-1)
-    used_law = (log_p_old + column).softmax(-1)  # of X1 given the step
-    estimates = []
-    for n in counts:
-        uniforms = torch.rand((repeats * n, *x.shape), generator=generator, dtype=torch.float64).to(x.device)
-        draws = torch.cat(
-            [draw_symbols(used_law, uniforms[:repeats]), draw_symbols(log_p_old.exp(), uniforms[repeats:])]
-        )  # all used ones, then all fresh ones
-        values = [at_draws(each, draws).unflatten(0, (n, repeats)) for each in (log_p, log_p_old, column)]
-        estimates.append(torch.stack([reduce(each).exp().flatten() for each in estimate(*values)]))
-    new, old = (transition_log_prob(path, each, x, x_next, t, h, jump=jump) for each in (logits, logits_old))
-    return reduce(new - old).exp().flatten(), torch.stack(estimates)
+    x, x_next, t, h = states[:, k], states[:, k + 1], float(times[k]), float(times[k + 1] - times[k])
+    rows = slice(max(1, PROBED // (states.shape[2] * policy.path.vocab_size)))
+    x, x_next, cond = x[rows], x_next[rows], {name: value[rows] for name, value in cond.items()}
+    with torch.no_grad():
+        logits = policy.posterior_logits(x, t, cond)
+        with old:
+            logits_old = policy.posterior_logits(x, t, cond)
+        log_p, log_p_old = logits.log_softmax(-1), logits_old.log_softmax(-1)
+        column = policy.path.log_kernel_column(x, x_next, t, h, jump=jump).to(logits)  # (b, D, V)
+        used_law = (log_p_old + column).softmax(-1)  # of X1 given the step
+        estimates = []
+        for n in counts:
+            uniforms = torch.rand((repeats * n, *x.shape), generator=generator, dtype=torch.float64)
+            used, fresh = uniforms.to(x.device).split([repeats, repeats * (n - 1)])
+            draws = torch.cat([draw_symbols(used_law, used), draw_symbols(log_p_old.exp(), fresh)])
+            values = [at_draws(each, draws).unflatten(0, (n, repeats)) for each in (log_p, log_p_old, column)]
+            ratios = [reduce(each, cond["mask"]).exp().flatten() for each in estimate(*values)]
+            estimates.append(torch.stack(ratios))
+        step = (x, x_next, t, h)
+        new, was = (transition_log_prob(policy.path, p, *step, jump=jump) for p in (logits, logits_old))
+    exact = reduce(new - was, cond["mask"]).exp().flatten()
+    return exact.cpu(), torch.stack(estimates).cpu()

@@ -32,15 +32,20 @@ class EMA:
         """average = decay average + (1 - decay) weights."""
         self._average_into(self.average, [p.detach() for p in self.parameters], None)
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> contextlib.AbstractContextManager:
         """Within this context the model has the averaged weights."""
-        weights = [p.detach().clone() for p in self.parameters]
-        set_values(self.parameters, self.average)
-        try:
-            yield
-        finally:
-            set_values(self.parameters, weights)
+        return swapped(self.parameters, self.average)
+
+
+@contextlib.contextmanager
+def swapped(parameters: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+    """Within this context the parameters have other values."""
+    own = [p.detach().clone() for p in parameters]
+    set_values(parameters, values)
+    try:
+        yield
+    finally:
+        set_values(parameters, own)
 
 
 class Setup(NamedTuple):

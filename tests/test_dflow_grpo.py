@@ -33,7 +33,7 @@ from shared.ctmc import MetricPath, MixturePath, transition_kl, transition_log_p
 from shared.evaluation import decoded_states, join_samples, token_evaluation
 from shared.policies import make_policy
 from shared.prompts import load_prompts
-from shared.rewards import make_rewards
+from shared.rewards import REWARDS, make_rewards
 from shared.token_rollout import (
     TokenRollout,
     at_draws,
@@ -62,10 +62,11 @@ def project_path(path):
 
 
 class TablePolicy:
-    """A policy whose logits are a table over all V^D states (S, D, V): everything can be enumerated."""
+    """A policy whose logits are a table over all V^D states (S, D, V), plus t times `slope`: all can be
+    enumerated."""
 
-    def __init__(self, path, table, table_ref=None):
-        self.path, self.num_tokens = path, table.shape[1]
+    def __init__(self, path, table, table_ref=None, slope=0.0):
+        self.path, self.num_tokens, self.slope = path, table.shape[1], slope
         self.table = table.clone().requires_grad_()
         self.table_ref = table if table_ref is None else table_ref
 
@@ -78,7 +79,7 @@ class TablePolicy:
     def posterior_logits(self, x, t, cond):
         place = self.path.vocab_size ** torch.arange(self.num_tokens - 1, -1, -1)
         x = torch.nn.functional.pad(x, (0, self.num_tokens - x.shape[1]))
-        return self.table[(x * place).sum(-1)][:, : cond["mask"].shape[1]]
+        return (self.table[(x * place).sum(-1)] + t * self.slope)[:, : cond["mask"].shape[1]]
 
     @contextlib.contextmanager
     def reference(self):
@@ -94,7 +95,7 @@ def all_trajectories(path, table, times, start):
     return torch.tensor(chain.states(path.vocab_size, table.shape[1]))[paths], chance
 
 
-def old_log_prob(policy, table, states, times):
+def old_log_prob(policy, table, states, times, jump="exp"):
     """log p_old of every step's tokens (N, K, D)."""
     old, cond, K = (
         TablePolicy(policy.path, table),
@@ -105,7 +106,7 @@ def old_log_prob(policy, table, states, times):
         return torch.stack([
             transition_log_prob(
                 policy.path, old.posterior_logits(states[:, k], 0.0, cond), states[:, k], states[:, k + 1],
-                float(times[k]), float(times[k + 1] - times[k]), last=k == K - 1,
+                float(times[k]), float(times[k + 1] - times[k]), last=k == K - 1, jump=jump,
             ) for k in range(K)
         ], dim=1)  # fmt: skip
 
@@ -113,6 +114,10 @@ def old_log_prob(policy, table, states, times):
 def at_b_draws(values, draws):
     """values (B, D, V) at draws (B, n, D): (B, n, D)."""
     return at_draws(values, draws.movedim(1, 0)).movedim(0, 1)
+
+
+def ones_of(*shape):
+    return {"mask": torch.ones(shape).bool()}
 
 
 def ones(states):
@@ -221,35 +226,63 @@ def test_mean_field_is_the_posterior_at_the_source():
     ]:
         args = replace(resolve(Args(ratio=ratio)), clip_range=(1e9, 1e9))
         assert trained_steps(path, times, args) == [0]
-        loss, _ = step_loss(TablePolicy(path, new), trajectory, 0, ones(states), times, A, args)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        for slope in (0.0, draw(35, 3)):  # the source's time is 0
+            policy = TablePolicy(path, new, slope=slope)
+            loss, _ = step_loss(policy, trajectory, 0, ones(states), times, A, args)
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("how", ["product", "geometric"])
-def test_kl_and_dpo_compare_with_the_reference(how):
-    """The loss written out for two trajectories: with the KL of posteriors, and DPO against the reference."""
-    path, table, ref = MixturePath(3), draw(32, 9, 2, 3), draw(33, 9, 2, 3)
-    states, times = torch.tensor([[[0, 1], [0, 2], [1, 1]], [[1, 1], [2, 1], [0, 0]]]), f64([0.2, 0.5, 1.0])
-    old = old_log_prob(TablePolicy(path, table), draw(34, 9, 2, 3), states, times)
-    trajectory, A = TokenRollout(states, old, None, None, 0, 0), f64([1.0, -0.5])
-    args = replace(
-        resolve(Args(aggregation=how)), clip_range=(1e9, 1e9), beta=0.3, group_size=2, dpo_beta=0.7
-    )
+@pytest.mark.parametrize("jump", ["exp", "euler"])
+@pytest.mark.parametrize("k", [0, 1])  # the last step is another kernel
+def test_kl_and_dpo_compare_with_the_reference(how, jump, k):
+    """The loss and its gradient, written out for two trajectories: with each KL, and DPO, against the
+    reference; the network sees the time."""
+    oracle_path, times = EXACT_PATHS["metric"], f64([0.2, 0.5, 1.0])
+    path, table, ref, slope = project_path(oracle_path), draw(32, 9, 2, 3), draw(33, 9, 2, 3), draw(36, 3)
+    states = torch.tensor([[[0, 1], [0, 1], [1, 1]], [[1, 2], [1, 2], [0, 0]]])
+    old, A = draw(34, 2, 2, 2) - 1, f64([1.0, -0.5])
+    trajectory, step = TokenRollout(states, old, None, None, 0, 0), chain.steps_of(times.tolist(), jump)[k]
+    args = replace(FREE, aggregation=how, beta=0.3, group_size=2, dpo_beta=0.7, jump=jump)
     over = (lambda v: v.sum(1)) if how == "product" else (lambda v: v.mean(1))
-    rows = [1, 4]  # the states (0, 1) and (1, 1)
-    step = states[:, 0], states[:, 1], 0.2, 0.3
-    new, reference = (transition_log_prob(path, t[rows], *step) for t in (table, ref))
-    kl = over(chain.kl(table[rows].softmax(-1), ref[rows].softmax(-1))).mean()
-    for loss in ("grpo", "dpo"):
-        policy = TablePolicy(path, table, ref)
-        found, metrics = step_loss(policy, trajectory, 0, ones(states), times, A, replace(args, loss=loss))
-        expected = -(A * over(new - old[:, 0]).exp()).mean()
+    rows, kernel = (states[:, k] * torch.tensor([3, 1])).sum(-1), chain.kernel_table(oracle_path, step)
+
+    def laws(p):  # p(x_next | x) of each token: (2, 2, 3)
+        each = [[chain.token_transition(p[i, d], kernel[states[i, k, d]]) for d in (0, 1)] for i in (0, 1)]
+        return torch.stack([torch.stack(row) for row in each])
+
+    kinds = [("grpo", "posterior"), ("grpo", "transition"), ("dpo", "k3"), ("dpo", "transition")]
+    for loss, kind in kinds:
+        policy = TablePolicy(path, table, ref, slope)
+        settings = replace(args, loss=loss, kl=kind)
+        found, metrics = step_loss(policy, trajectory, k, ones(states), times, A, settings)
+        leaf = table.clone().requires_grad_()
+        p, p_ref = ((each[rows] + times[k] * slope).softmax(-1) for each in (leaf, ref))
+        new, reference = (laws(q).gather(-1, states[:, k + 1, :, None])[..., 0].log() for q in (p, p_ref))
+        kl = {
+            "posterior": chain.kl(p, p_ref),
+            "transition": chain.kl(laws(p), laws(p_ref)),
+            "k3": (reference - new).exp() - 1 - (reference - new),
+        }[kind]
+        expected = -(A * over(new - old[:, k]).exp()).mean()
         if loss == "dpo":
             margins = over(new - reference)
             expected = -torch.nn.functional.logsigmoid(0.7 * (margins[0] - margins[1]))
-        assert found.item() == pytest.approx((expected + 0.3 * kl).item(), rel=1e-10)
-        assert metrics["kl"] == pytest.approx(kl.item(), rel=1e-10)
+        expected = expected + 0.3 * over(kl).mean()
+        assert found.item() == pytest.approx(expected.item(), rel=1e-10)
+        assert metrics["kl"] == pytest.approx(over(kl).mean().item(), rel=1e-10)
         assert (metrics["clip_fraction"] is None) == (loss == "dpo")
+        gradient = torch.autograd.grad(found, policy.table)[0]
+        assert_close(gradient, torch.autograd.grad(expected, leaf)[0], rtol=1e-9, atol=1e-14)
+
+
+def test_the_kl_of_transitions_does_not_underflow():
+    logits, ref = torch.tensor([[0.0, -100.0, -1.0]]).requires_grad_(), torch.tensor([[0.0, -110.0, -1.0]])
+    for path in (MixturePath(3), project_path(EXACT_PATHS["metric"])):
+        for last in (False, True):
+            kl = transition_kl(path, logits, ref, torch.tensor([0]), 0.3, 0.2, last=last)
+            assert kl.dtype == torch.float32 and abs(kl.item()) < 1e-15
+            assert torch.isfinite(torch.autograd.grad(kl.sum(), logits)[0]).all()
 
 
 def test_defaults():
@@ -396,8 +429,7 @@ def test_dpo_pairs_the_best_with_the_worst():
 
 @pytest.mark.parametrize("name", EXACT_PATHS)
 def test_k3_estimates_the_kl_of_the_transitions(name):
-    """Its mean over x_next of the old policy is that KL, at theta_old; so are `kl` of the loss and its
-    gradient with "transition"."""
+    """Its mean over x_next of the old policy is that KL, at theta_old; and `transition_kl` is."""
     oracle_path = EXACT_PATHS[name]
     V, path = 3, project_path(oracle_path)
     table, ref = draw(50, V, 1, V), draw(51, V, 1, V)
@@ -408,7 +440,6 @@ def test_k3_estimates_the_kl_of_the_transitions(name):
     rows = [(x, y) for x in range(V) for y in range(V) if law["p"][x, y] > 0]
     states = torch.tensor([[x, y, 0] for x, y in rows])[..., None]
     old = old_log_prob(TablePolicy(path, table), table, states, times)
-    trajectory = TokenRollout(states, old, None, None, 0, 0)
     expected = chain.kl(law["p"], law["ref"]).mean()
     chance = torch.stack([law["p"][x, y] for x, y in rows]) / V
     values = []
@@ -422,7 +453,6 @@ def test_k3_estimates_the_kl_of_the_transitions(name):
     found = transition_kl(path, table, ref, each, 0.3, 0.25)
     assert found.mean().item() == pytest.approx(expected.item(), rel=1e-10)
     assert (found <= posterior_kl(table, ref) + 1e-14).all()
-    del trajectory
 
 
 def test_posterior_kl_is_the_divergence():
@@ -466,7 +496,8 @@ def test_errors():
 
 
 @pytest.mark.parametrize("name", EXACT_PATHS)
-def test_the_rollout_has_the_exact_law(name):
+@pytest.mark.parametrize("jump", ["exp", "euler"])
+def test_the_rollout_has_the_exact_law(name, jump):
     """Frequencies of states after every step against enumeration, 40,000 samples. A right rollout exceeds the
     bounds less than once in a million."""
     oracle_path, N = EXACT_PATHS[name], 40_000
@@ -475,9 +506,9 @@ def test_the_rollout_has_the_exact_law(name):
     policy, times = TablePolicy(path, table), f64([0.0, 0.2, 0.55, 1.0])
     source = path.draw_source((N, D), torch.Generator().manual_seed(1))
     uniforms = torch.rand(N, 3, 2, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    found = token_rollout(policy, source, uniforms, {"mask": torch.ones(N, D).bool()}, times).states
+    found = token_rollout(policy, source, uniforms, ones_of(N, D), times, jump=jump).states
     start = torch.bincount(source @ torch.tensor([V, 1]), minlength=V**D) / N
-    exact = chain.marginals(oracle_path, table, chain.steps_of(times.tolist()), start.double())
+    exact = chain.marginals(oracle_path, table, chain.steps_of(times.tolist(), jump), start.double())
     for k in range(4):
         frequency = torch.bincount(found[:, k] @ torch.tensor([V, 1]), minlength=V**D) / N
         bound = 6 * (exact[k] * (1 - exact[k]) / N).sqrt() + 30 / N
@@ -485,37 +516,36 @@ def test_the_rollout_has_the_exact_law(name):
 
 
 @pytest.mark.parametrize("keep", ["transitions", "draws", "ends", None])
-@pytest.mark.parametrize("sampler", ["conditional", "released"])
-def test_what_the_rollout_keeps(keep, sampler):
+@pytest.mark.parametrize(
+    "sampler, jump", [("conditional", "exp"), ("conditional", "euler"), ("released", "exp")]
+)
+def test_what_the_rollout_keeps(keep, sampler, jump):
     V, D, path = 3, 2, project_path(EXACT_PATHS["metric"])
     policy, times = TablePolicy(path, draw(60, V**D, D, V)), f64([0.0, 0.4, 0.7, 1.0])
     source, uniforms = sample_uniforms(policy, 0, 1, range(40), 3, 4)
     mask = torch.ones(40, D).bool()
     mask[::2, 1] = False
-    kept = token_rollout(policy, source, uniforms, {"mask": mask}, times, sampler=sampler, keep=keep)
+    settings = {"sampler": sampler, "keep": keep, "jump": jump}
+    kept = token_rollout(policy, source, uniforms, {"mask": mask}, times, **settings)
     assert kept.states.shape == (40, 4, D) and torch.equal(kept.states[:, 0], source)
     assert (kept.nfe_rows, kept.nfe_calls) == (120, 3)
     assert (kept.states[::2, :, 1] == source[::2, None, 1]).all()  # padding stands still
     moved = kept.states[:, 1:] != kept.states[:, :-1]
     assert moved[:, 1].any() and not moved[:, 0].any()  # the first step of this path is the identity
-    plain = token_rollout(policy, source, uniforms[:, :, :2], {"mask": mask}, times)
+    plain = token_rollout(policy, source, uniforms[:, :, :2], {"mask": mask}, times, jump=jump)
     same = torch.equal(plain.states, kept.states)
     assert same == (sampler == "conditional")  # further draws leave the trajectory as it is
-    half = token_rollout(
-        policy, source[7:20], uniforms[7:20], {"mask": mask[7:20]}, times, sampler=sampler, keep=keep
-    )
+    half = token_rollout(policy, source[7:20], uniforms[7:20], {"mask": mask[7:20]}, times, **settings)
     for part, all_of_it in zip(half[:4], kept[:4], strict=True):
         assert part is None if all_of_it is None else torch.equal(part, all_of_it[7:20])
     cond, states = {"mask": mask}, kept.states
     log_p = [policy.posterior_logits(states[:, k], 0.0, cond).log_softmax(-1) for k in range(3)]
     if keep == "transitions":
-        assert_close(
-            kept.log_prob, old_log_prob(policy, policy.table.detach(), states, times), rtol=0, atol=0
-        )
+        assert torch.equal(kept.log_prob, old_log_prob(policy, policy.table.detach(), states, times, jump))
     if keep == "draws":
         for k in range(3):
             assert torch.equal(kept.log_prob[:, k], at_b_draws(log_p[k], kept.draws[:, k]))
-            step = float(times[k]), float(times[k + 1] - times[k]), "exp", k == 2
+            step = float(times[k]), float(times[k + 1] - times[k]), jump, k == 2
             q = path.log_kernel_column(states[:, k], states[:, k + 1], *step)
             inside = mask[:, None].expand(-1, 4, -1)
             assert torch.equal(kept.log_weight[:, k][inside], at_b_draws(q, kept.draws[:, k])[inside])
@@ -555,6 +585,10 @@ def test_top_k_cuts_the_posterior():
         ends = token_rollout(policy, source, uniforms, cond, one_step, top_k=top_k).states[:, 1]
         best = first.topk(top_k, dim=-1).indices
         assert (best == ends[..., None]).any(-1).all()
+    likely = first.softmax(-1).topk(2, dim=-1)
+    share = likely.values[..., 0] / likely.values.sum(-1)  # the chance of the better of two
+    hits = (ends == likely.indices[..., 0]).double()
+    assert abs((hits - share).mean()) <= 5 * 0.5 / share.numel() ** 0.5 < abs(share.mean() - 0.5)
     assert len(set(map(tuple, torch.stack([source, ends], -1).view(-1, 2).tolist()))) > 4
 
 
@@ -563,24 +597,27 @@ def test_samples_of_several_batches_are_joined_in_order():
     assert join_samples([torch.tensor([[1.0]]), torch.tensor([[2.0]])]).tolist() == [[1.0], [2.0]]
 
 
+@pytest.mark.parametrize("jump", ["exp", "euler"])
 @pytest.mark.parametrize("task", ["generation", "understanding"])
-def test_evaluations_of_tokens(task):
+def test_evaluations_of_tokens(task, jump):
     """Fixed prompts in turn and noise of the sample's number; greedy for understanding; in any batches."""
-    args = replace(resolve(Args(task=task)), eval_samples=13, eval_steps=3, micro_batch_size=5)
+    args = replace(resolve(Args(task=task, jump=jump)), eval_samples=13, eval_steps=3, micro_batch_size=5)
+    args.seed = 4  # which must not matter
     policy, prompts = make_policy("digit-tokens", task=task), load_prompts(args.prompts)[:10]
     evaluation = token_evaluation(policy, prompts, args)
     found = evaluation.run(make_rewards(args.reward, task=task))
     asked = [prompts[i % 10] for i in range(13)]
     cond, noise = policy.encode(asked), sample_uniforms(policy, 0, 2**31, range(13), 3)
     top_k = 1 if task == "understanding" else None
-    states = token_rollout(policy, *noise, cond, policy.times(3), top_k=top_k).states
+    states = token_rollout(policy, *noise, cond, policy.times(3), top_k=top_k, jump=jump).states
     expected = policy.decode(states[:, -1], cond)
     assert found.prompts == asked
-    strips = decoded_states(policy, asked[:4], policy.times(3), "exp")
+    strips = decoded_states(policy, asked[:4], policy.times(3), jump)
     assert len(strips) == 4 and len(strips[0]) == 4
     if task == "understanding":
         assert found.samples == expected and found.samples != asked
-        uncut = token_rollout(policy, *noise, cond, policy.times(3)).states
+        uncut = token_rollout(policy, *noise, cond, policy.times(3), jump=jump).states
+        assert [strip[:4] for strip in strips] == [policy.decode(x[:4], cond) for x in uncut.unbind(1)]
         assert not torch.equal(uncut, states)
         right = [float(a == p.metadata["answer"]) for a, p in zip(expected, asked, strict=True)]
         assert found.rewards.tolist() == right
@@ -597,32 +634,66 @@ def test_noise_depends_on_the_sample_alone():
     assert torch.equal(again, source[[6, 1]]) and torch.equal(fewer, uniforms[[6, 1]][:, :, :2])
     assert uniforms.shape == (8, 3, 5, 2) and uniforms.dtype == torch.float64
     assert len(uniforms.unique()) == uniforms.numel()
-    for other in [
-        sample_uniforms(policy, 4, 2, range(8), 3, 4),
-        sample_uniforms(policy, 5, 3, range(8), 3, 4),
-    ]:
-        assert not (other[1] == uniforms).any()
+    for seed, iteration in [(4, 2), (5, 3)]:
+        other = sample_uniforms(policy, seed, iteration, range(8), 3, 4)
+        assert not (other[1] == uniforms).any() and not torch.equal(other[0], source)
+    assert not torch.equal(source[:1].expand(8, -1), source)
 
 
-def test_the_noise_of_the_ratio_is_measured_around_the_exact_one():
-    V, D, path = 3, 2, project_path(EXACT_PATHS["metric"])
-    old, new = draw(95, 4, D, V), draw(95, 4, D, V) + 0.5 * draw(96, 4, D, V)
-    x, y = torch.tensor([[0, 1], [1, 2], [2, 2], [0, 0]]), torch.tensor([[0, 2], [1, 2], [1, 2], [1, 0]])
-    column = path.log_kernel_column(x, y, 0.4, 0.2)
-    possible = (column > -torch.inf).any(-1)
-    assert possible.sum() >= 6
+def test_shorter_batches_take_the_first_of_the_tokens_noise():
+    policy, times = TablePolicy(MixturePath(3), draw(90, 27, 3, 3)), f64([0.0, 0.5, 1.0])
+    source, uniforms = sample_uniforms(policy, 5, 2, range(8), 2)
+    states = token_rollout(policy, source, uniforms, ones_of(8, 2), times).states
+    assert torch.equal(states[:, 0], source[:, :2])
+    short = token_rollout(policy, source[:, :2], uniforms[..., :2], ones_of(8, 2), times).states
+    assert torch.equal(states, short)
+
+
+def test_further_draws_are_independent_draws_of_the_posterior():
+    """Of 20,000 samples: the frequencies of each draw, and how often two agree, at other steps too."""
+    N, path = 20_000, project_path(EXACT_PATHS["metric"])
+    policy, times = TablePolicy(path, draw(97, 3, 1, 3)), f64([0.0, 0.3, 0.6, 1.0])
+    uniforms = torch.rand(N, 3, 5, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    source = torch.zeros(N, 1, dtype=torch.long)
+    kept = token_rollout(policy, source, uniforms, ones_of(N, 1), times, keep="draws")
+    p, draws = draw(97, 3, 3).softmax(-1)[kept.states[:, :3, 0]], kept.draws[..., 0]  # (N, K, V), (N, K, n)
+    for j in range(1, 4):
+        hits = torch.nn.functional.one_hot(draws[:, :, j], 3) - p
+        assert (hits.mean(0).abs() <= 6 * (p * (1 - p)).mean(0).sqrt() / N**0.5).all(), j
+    for (k, j), (m, i) in [((0, 1), (0, 2)), ((0, 1), (1, 1)), ((2, 3), (2, 2))]:
+        agree = (draws[:, k, j] == draws[:, m, i]).double() - (p[:, k] * p[:, m]).sum(-1)
+        assert agree.mean().abs() <= 6 * 0.5 / N**0.5, (k, j, m, i)
+
+
+@pytest.mark.parametrize("jump", ["exp", "euler"])
+def test_the_noise_of_the_ratio_is_measured_around_the_exact_one(jump):
+    V, D, path, repeats = 3, 2, project_path(EXACT_PATHS["metric"]), 20_000
+    old, new, times = draw(95, 9, D, V), draw(95, 9, D, V) + 0.5 * draw(96, 9, D, V), f64([0.2, 0.5, 1.0])
+    policy, before = TablePolicy(path, new), TablePolicy(path, old)
+    noise, cond = sample_uniforms(before, 0, 1, range(6), 2), ones_of(6, D)
+    cond["mask"][0, 1] = False
+    trajectory = token_rollout(before, *noise, cond, times, jump=jump, keep="transitions")
+
+    @contextlib.contextmanager
+    def weights_before():
+        policy.table, now = before.table, policy.table
+        yield
+        policy.table = now
+
     exact, estimates = ratio_noise(
-        path, new, old, x, y, 0.4, 0.2, jump="exp", counts=(1, 3), repeats=20_000,
-        generator=torch.Generator().manual_seed(0), estimate=draws_log_ratio, reduce=torch.clone,
+        policy, trajectory.states, 0, cond, times, weights_before(), jump=jump, counts=(1, 3),
+        repeats=repeats, generator=torch.Generator().manual_seed(0), estimate=draws_log_ratio,
+        reduce=lambda r, mask: dflow_grpo.of_interest(aggregate(r, mask, "token"), mask),
     )  # fmt: skip
-    logs = [transition_log_prob(path, each, x, y, 0.4, 0.2) for each in (new, old)]
-    kept = possible.flatten()
-    assert torch.equal(exact[kept], (logs[0] - logs[1])[possible].exp())
-    r, truth = estimates[..., kept], exact[kept]
-    assert r.shape == (2, 20_000, possible.sum())
-    error = (r.mean(1) - truth).abs()
-    assert (error <= 6 * r.std(1) / 20_000**0.5 + 1e-12).all()  # unbiased for every n
-    assert (r.std(1)[1] <= r.std(1)[0] + 1e-9).all() and r.std(1)[0].max() > 0.05
+    states = trajectory.states
+    now = old_log_prob(policy, new, states, times, jump)[:, 0]
+    truth = (now - trajectory.log_prob[:, 0]).exp()[cond["mask"]]
+    assert_close(exact, truth, rtol=1e-12, atol=0)
+    assert estimates.shape == (2, repeats, 11) and (exact - 1).abs().max() > 0.1
+    error = (estimates.mean(1) - exact).abs()
+    assert (error <= 6 * estimates.std(1) / repeats**0.5 + 1e-12).all()  # unbiased for every n
+    spread = estimates.std(1)
+    assert spread[0].max() > 0.05 and spread[1].mean() < 0.9 * spread[0].mean()
 
 
 # ---- whole runs
@@ -653,6 +724,58 @@ def test_the_ratio_is_one_before_the_first_update(options, tmp_path):
     )
     again = saved_args(Args, str(tmp_path / "run"))
     assert resolve(again) == again
+
+
+def test_train_hands_its_options_on(tmp_path, monkeypatch):
+    """To the rollout, the noise, the advantages, the loss, the update and the rewards; and pictures show the
+    averaged weights."""
+    seen = {}
+
+    def spy(name):
+        real = getattr(dflow_grpo, name)
+        monkeypatch.setattr(dflow_grpo, name, lambda *a, **k: seen.setdefault(name, (a, k)) and real(*a, **k))
+
+    for name in [
+        "token_rollout",
+        "sample_uniforms",
+        "group_advantages",
+        "apply_update",
+        "score",
+        "step_loss",
+    ]:
+        spy(name)
+    states = dflow_grpo.decoded_states
+    shown = []
+    monkeypatch.setattr(
+        dflow_grpo,
+        "decoded_states",
+        lambda policy, *a: shown.append(policy.module.level.weight.clone()) or states(policy, *a),
+    )
+    options = {"sampler": "released", "ratio": "mc", "num_draws": 3, "advantage_std": "batch"}
+    options |= {"max_grad_norm": 0.25, "reward_batch_size": 5, "ema_decay": 0.5, "num_steps": 4}
+    _, weights = run(dflow_grpo, tmp_path / "run", **options)
+    assert seen["token_rollout"][1] == {"jump": "exp", "sampler": "released", "keep": "draws"}
+    assert seen["sample_uniforms"][0][1:] == (0, 1, range(12), 4, 3)
+    assert seen["group_advantages"][0][1] == "batch" and seen["apply_update"][0][-1] == 0.25
+    assert seen["score"][0][-1] == 5 and seen["step_loss"][0][2] == 0
+    assert torch.equal(shown[0], weights["level.weight"])
+    seen.clear()
+    measured = []
+    monkeypatch.setattr(dflow_grpo, "save_ratio_noise", lambda path, exact, *a: measured.append(exact))
+    run(dflow_grpo, tmp_path / "joint", ratio="joint", num_draws=7, jump="euler", kl="k3", beta=0.1)
+    assert seen["sample_uniforms"][0][-1] == 1 and seen["token_rollout"][1]["jump"] == "euler"
+    assert len(measured[0]) == 12 and (measured[0] - 1).abs().max() > 1e-4  # after the updates to before them
+
+
+def test_the_kl_counts_where_there_is_no_advantage(tmp_path, monkeypatch):
+    """With beta above 0 no micro-batch is skipped."""
+    monkeypatch.setitem(REWARDS, "label", lambda device: lambda pixels, prompts: torch.zeros(len(prompts)))
+    calls, loss = [], dflow_grpo.step_loss
+    monkeypatch.setattr(dflow_grpo, "step_loss", lambda *a: calls.append(1) or loss(*a))
+    for beta, expected in [(0.0, 1), (0.1, 3 * 7)]:
+        calls.clear()
+        run(dflow_grpo, tmp_path / str(beta), beta=beta, micro_batch_size=4, num_iterations=1)
+        assert len(calls) == expected
 
 
 @pytest.mark.parametrize("task", ["generation", "understanding"])
