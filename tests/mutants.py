@@ -57,6 +57,9 @@ K3 = DFLOW_TEST + "test_k3_estimates_the_kl_of_the_transitions"
 STEPS = DFLOW_TEST + "test_which_steps_are_trained"
 RESOLVED = DFLOW_TEST + "test_defaults"
 NOISE = DFLOW_TEST + "test_noise_depends_on_the_sample_alone"
+FURTHER = DFLOW_TEST + "test_further_draws_are_independent_draws_of_the_posterior"
+SHORTER = DFLOW_TEST + "test_shorter_batches_take_the_first_of_the_tokens_noise"
+UNDERFLOW = DFLOW_TEST + "test_the_kl_of_transitions_does_not_underflow"
 ROLLOUT_LAW = DFLOW_TEST + "test_the_rollout_has_the_exact_law"
 KEEPS = DFLOW_TEST + "test_what_the_rollout_keeps"
 CUT = DFLOW_TEST + "test_top_k_cuts_the_posterior"
@@ -1553,15 +1556,15 @@ MUTANTS = [
     Mutant(
         DFLOW + "surrogate",
         "samples with more tokens weigh more",
-        "share.expand_as(mask)[mask]",
-        "None",
+        "(v.expand_as(mask)[mask] for v in (share, advantages[:, None]))",
+        "None, advantages[:, None].expand_as(mask)[mask]",
         BY_TOKEN,
     ),
     Mutant(
         DFLOW + "surrogate",
         "padding has a ratio",
-        "total[mask], share",
-        "total[mask] * 0 + total[mask].mean(), share",
+        "of_interest(total, mask)",
+        "of_interest(total, mask) * 0",
         BY_TOKEN,
     ),
     Mutant(
@@ -1626,8 +1629,8 @@ MUTANTS = [
     Mutant(
         DFLOW + "step_loss",
         "k3 of the inverse ratio",
-        "torch.expm1(change) - change",
         "torch.expm1(-change) + change",
+        "torch.expm1(change) - change",
         K3,
     ),
     Mutant(
@@ -1640,8 +1643,8 @@ MUTANTS = [
     Mutant(
         DFLOW + "step_loss",
         "DPO without a reference",
-        "log_ratio - log_ratio_to_old(logits_ref)",
-        "log_ratio",
+        "log_ratio - log_ratio_to_old(logits_ref)  # log",
+        "log_ratio  # log",
         KL_OF_LOSS,
     ),
     Mutant(
@@ -1702,23 +1705,23 @@ MUTANTS = [
     Mutant(
         TOKEN_ROLLOUT + "token_rollout",
         "one number for X1 and jump",
-        "torch.stack([clean[0], jumps])",
-        "torch.stack([clean[0], clean[0]])",
+        "last=last, uniforms=pair)",
+        "last=last, uniforms=pair[:1].expand(2, -1, -1))",
         ROLLOUT_LAW,
     ),
     Mutant(
         TOKEN_ROLLOUT + "token_rollout",
         "all steps share their numbers",
-        "numbers[:1, :, k]",
-        "numbers[:1, :, 0]",
+        "numbers[:2, :, k]",
+        "numbers[:2, :, 0]",
         ROLLOUT_LAW,
     ),
     Mutant(TOKEN_ROLLOUT + "token_rollout", "padding moves", "torch.where(mask, x_next, x)", "x_next", KEEPS),
     Mutant(
         TOKEN_ROLLOUT + "token_rollout",
         "fresh draws only",
-        "torch.cat([numbers[:1, :, k], numbers[2:, :, k]])",
-        "torch.cat([numbers[2:, :, k], numbers[:1, :, k]])",
+        "torch.cat([x1[None], draw_symbols(logits.softmax(-1), further)])",
+        "draw_symbols(logits.softmax(-1), numbers[1:, :, k])",
         KEEPS,
     ),
     Mutant(
@@ -1731,8 +1734,8 @@ MUTANTS = [
     Mutant(
         TOKEN_ROLLOUT + "token_rollout",
         "the posterior is cut to its worst",
-        "logits.topk(top_k, dim=-1)",
-        "logits.topk(top_k, dim=-1, largest=False)",
+        "logits.shape[-1]), dim=-1)",
+        "logits.shape[-1]), dim=-1, largest=False)",
         CUT,
     ),
     Mutant(
@@ -1742,8 +1745,8 @@ MUTANTS = [
         "states[0], states[1], 0.0",
         KEEPS,
     ),
-    Mutant(TOKEN_ROLLOUT + "averaged_law", "the mean of the draws' kernels", ".mean(0)", "[0]", RELEASED),
-    Mutant(TOKEN_ROLLOUT + "averaged_law", "rates are summed", ".mean(0)", ".sum(0)", RELEASED),
+    Mutant(TOKEN_ROLLOUT + "averaged_law", "the first draw's kernel", "in draws)", "in draws[:1])", RELEASED),
+    Mutant(TOKEN_ROLLOUT + "averaged_law", "rates are summed", " / len(draws)", "", RELEASED),
     Mutant(
         TOKEN_ROLLOUT + "averaged_law",
         "the first order's jump chance",
@@ -1764,8 +1767,8 @@ MUTANTS = [
     Mutant(
         TOKEN_ROLLOUT + "ratio_noise",
         "fresh draws of the new posterior",
-        "log_p_old.exp(), uniforms",
-        "log_p.exp(), uniforms",
+        "log_p_old.exp(), fresh",
+        "log_p.exp(), fresh",
         AROUND,
     ),
     Mutant(
@@ -1806,8 +1809,141 @@ MUTANTS = [
     Mutant(
         "shared.ctmc.transition_kl",
         "KL(ref || p)",
-        "for each in (logits, logits_ref))",
-        "for each in (logits_ref, logits))",
+        "for each in both)",
+        "for each in both[::-1])",
         GOLDEN_JOINT,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "the KL of transitions jumps by exp",
+        "x, t, h, jump=args.jump, last=last)\n        else",
+        "x, t, h, last=last)\n        else",
+        KL_OF_LOSS,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "the reference sees another time",
+        "logits_ref = policy.posterior_logits(x, t, cond)",
+        "logits_ref = policy.posterior_logits(x, 0.0, cond)",
+        KL_OF_LOSS,
+    ),
+    Mutant(
+        DFLOW + "step_loss",
+        "mean field at the last step's time",
+        "times[[0, -1]]",
+        "times[[-2, -1]]",
+        MEAN_FIELD,
+    ),
+    Mutant(
+        DFLOW + "of_interest",
+        "padding is of interest",
+        "total[mask] if total.ndim == 2 else total",
+        "total.flatten()",
+        BY_TOKEN,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "the sampler always jumps by exp",
+        "t, h, jump=jump, last=last, uniforms=pair)",
+        "t, h, last=last, uniforms=pair)",
+        ROLLOUT_LAW,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "the weights of draws are always of exp",
+        "t, h, jump, last)\n                    log_weight",
+        "t, h, last=last)\n                    log_weight",
+        KEEPS,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "further draws are all the same",
+        "draw_symbols(logits.softmax(-1), further)])",
+        "draw_symbols(logits.softmax(-1), further[:1].expand_as(further))])",
+        FURTHER,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "further draws of a flatter posterior",
+        "draw_symbols(logits.softmax(-1), further)])",
+        "draw_symbols((logits / 2).softmax(-1), further)])",
+        FURTHER,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "further draws share the first step's numbers",
+        "numbers[2:, :, k]",
+        "numbers[2:, :, 0]",
+        FURTHER,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "the cut posterior is flat",
+        "best.indices, best.values)",
+        "best.indices, 0 * best.values)",
+        CUT,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "token_rollout",
+        "the last of the tokens' numbers",
+        "uniforms[..., : mask.shape[1]]",
+        "uniforms[..., -mask.shape[1] :]",
+        SHORTER,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "sample_uniforms",
+        "all samples start alike",
+        "policy.source(1, generator)[0]",
+        "policy.source(1, torch.Generator().manual_seed(0))[0]",
+        NOISE,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "ratio_noise",
+        "weights always of exp",
+        "x, x_next, t, h, jump=jump).to(logits)",
+        "x, x_next, t, h).to(logits)",
+        AROUND,
+    ),
+    Mutant(
+        TOKEN_ROLLOUT + "ratio_noise",
+        "the old policy is the new one",
+        "with old:\n            logits_old = policy.posterior_logits(x, t, cond)",
+        "logits_old = logits",
+        AROUND,
+    ),
+    Mutant(
+        "shared.evaluation.token_evaluation",
+        "evaluations jump by exp",
+        '{"jump": args.jump, "top_k"',
+        '{"jump": "exp", "top_k"',
+        TOKEN_EVALUATION,
+    ),
+    Mutant(
+        "shared.evaluation.token_evaluation",
+        "other noise for every seed",
+        "sample_uniforms(policy, 0, EVALUATION",
+        "sample_uniforms(policy, args.seed, EVALUATION",
+        TOKEN_EVALUATION,
+    ),
+    Mutant(
+        "shared.evaluation.decoded_states",
+        "the picture's trajectories jump by exp",
+        ", jump=jump)",
+        ")",
+        TOKEN_EVALUATION,
+    ),
+    Mutant(
+        "shared.ctmc.transition_kl",
+        "small chances are 0",
+        "logits.double(), logits_ref.double()",
+        "logits, logits_ref",
+        UNDERFLOW,
+    ),
+    Mutant(
+        "shared.training.swapped",
+        "the other values stay",
+        "set_values(parameters, own)",
+        "pass",
+        "test_training.test_ema_closed_form_and_swap",
     ),
 ]
