@@ -1940,10 +1940,10 @@ MUTANTS = [
         UNDERFLOW,
     ),
     Mutant(
-        "shared.training.swapped",
-        "the other values stay",
-        "set_values(parameters, own)",
-        "pass",
+        TRAINING + "EMA.applied",
+        "the weights stay as they are",
+        "self.average)",
+        "self.parameters)",
         "test_training.test_ema_closed_form_and_swap",
     ),
 ]

@@ -18,7 +18,8 @@ COVERED += ["shared.ctmc", "shared.paths", "shared.tokens", "shared.distances"]
 COVERED += ["shared.policies.digit_tokens", "shared.rewards.answers"]
 COVERED += ["shared.token_rollout", "shared.evaluation"]
 COVERED += ["algos.flow_grpo", "algos.tp_grpo", "algos.op_grpo", "algos.dflow_grpo"]
-EXEMPT = {f"{name}.train" for name in COVERED} | {"shared.training.timed"}  # whole runs; a stopwatch
+EXEMPT = {f"{name}.train" for name in COVERED}  # whole runs
+EXEMPT |= {"shared.training.timed", "shared.training.swapped"}  # contexts, whose code cannot be exchanged
 FIXTURES = {"linear_policy": LinearPolicy}
 
 
