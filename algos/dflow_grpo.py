@@ -118,13 +118,13 @@ class Args(RunArgs):
     """n of --ratio mc: the used X1 and n - 1 further draws (upstream: n_mc)."""
     aggregation: Literal["product", "geometric", "token"] | None = None
     """Of the tokens' ratios: product, geometric mean, or none: clipped token by token. Default: geometric;
-    mean_field is token."""
+    product for dpo; mean_field is token."""
     clip_range: tuple[float, float] | None = None
     """BELOW ABOVE: ratios are clipped to 1 - BELOW .. 1 + ABOVE. Default: 5e-3 7e-3 for geometric, else
     0.2 0.2 (upstream: eps_low, eps_high)."""
     loss: Literal["grpo", "dpo"] = "grpo"
     """grpo: the clipped surrogate. dpo: online DPO on the better and the worse half of each group."""
-    dpo_beta: float = 1.0
+    dpo_beta: float = 0.1
     """DPO's beta: scale of the log-ratio to the model before RL."""
     advantage_std: Literal["group", "batch", "none"] = "group"
     """Centred rewards are divided by the std of the group, of the batch, or not."""
@@ -279,7 +279,8 @@ def trained_steps(path, times: Tensor, args: Args) -> list[int]:
 def resolve(args: Args) -> Args:
     """The settings with their defaults filled in. Raises InputError for settings that cannot be run."""
     understanding, decided = args.task == "understanding", AGGREGATION.get(args.ratio)
-    aggregation = args.aggregation or decided or "geometric"
+    released, dpo, size = args.sampler == "released", args.loss == "dpo", args.micro_batch_size
+    aggregation = args.aggregation or decided or ("product" if dpo else "geometric")
     defaults = {
         "prompts": "digit-images" if understanding else "digits",
         "reward": "answer" if understanding else "label",
@@ -290,7 +291,6 @@ def resolve(args: Args) -> Args:
     args = replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
     if args.prompts == "digit-images" and args.eval_prompts is None:
         args.eval_prompts = "digit-images-test"
-    released, dpo, size = args.sampler == "released", args.loss == "dpo", args.micro_batch_size
     bounds = {
         "eval_top_k": (args.eval_top_k >= 0, "0 or more"),
         "num_steps": (args.num_steps >= (2 if released else 1), "at least 1, or 2 with --sampler released"),

@@ -295,6 +295,7 @@ def test_defaults():
         assert resolve(Args(aggregation=how)).clip_range == clip_range
     assert generation.aggregation == resolve(Args(ratio="mean_field_sequence")).aggregation == "geometric"
     assert resolve(Args(ratio="mean_field")).aggregation == "token"
+    assert resolve(Args(loss="dpo")).aggregation == "product"
     assert resolve(Args(prompts="digits", task="generation", clip_range=(0.1, 0.3))).clip_range == (0.1, 0.3)
 
 
