@@ -2,12 +2,18 @@
 
     python scripts/bench.py ratio                                # the size of FUDOKI's images
     python scripts/bench.py ratio --vocab-size 512 --tokens 64   # quicker
+    python scripts/bench.py dflow                                # an iteration of dFlowGRPO, by its ratio
 
 ratio: the exact likelihood ratio of one state on a metric path of a random codebook (shared/ctmc.py).
+dflow: rollout and update of algos/dflow_grpo.py on the digits, with each of its ratios.
 """
 
+import contextlib
+import io
 import resource
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bundle: drop
 import torch
 import tyro
 
+from algos import dflow_grpo
 from shared.ctmc import MetricPath, draw_symbols, sample_step, transition_log_prob
 
 GIB = 2**20  # of ru_maxrss, in KiB
@@ -76,6 +83,39 @@ class Ratio:
         return found | {name: seconds(function, self.repeat) for name, function in timed.items()}
 
 
+@dataclass
+class Dflow:
+    """Rollout and update of an iteration, 128 samples, for each ratio of dFlowGRPO."""
+
+    model: str = "digit-tokens"
+    iterations: int = 12
+    """Iterations of a run; each time is the median of all but the first two."""
+    threads: int = 1
+    seed: int = 0
+
+    def run(self) -> dict[str, float]:
+        """Seconds of an iteration by ratio."""
+        ratios = {
+            "exact": {},
+            "mc, 24 draws": {"ratio": "mc"},
+            "mc, 4 draws": {"ratio": "mc", "num_draws": 4},
+            "joint": {"ratio": "joint"},
+            "mean_field": {"ratio": "mean_field"},
+            "released sampler, 24 draws": {"ratio": "mc", "sampler": "released"},
+        }
+        found = {}
+        for name, options in ratios.items():
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+                settings = {"model": self.model, "num_iterations": self.iterations, "seed": self.seed}
+                settings |= {"output_dir": f"{folder}/run", "eval_every": 10**6, "eval_samples": 1}
+                with contextlib.redirect_stdout(io.StringIO()):
+                    history = dflow_grpo.train(dflow_grpo.Args(**settings, **options))
+            for part in ("rollout", "update"):
+                times = [m[f"seconds_{part}"] for m in history[2:]]
+                found[f"{name}: {part}"] = statistics.median(times)
+        return found
+
+
 def seconds(function: Callable, repeat: int) -> float:
     """The shortest of so many runs."""
     times = []
@@ -91,7 +131,7 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB
 
 
-BENCHES = {"ratio": Ratio}
+BENCHES = {"ratio": Ratio, "dflow": Dflow}
 
 
 def main() -> None:

@@ -17,3 +17,12 @@ def test_the_exact_ratio_is_timed():
     )
     assert len(rows) == 6 and all(float(row.split()[-2]) >= 0 for row in rows)
     assert rows[0].startswith("tables, for each t") and rows[-1].endswith("GiB")
+
+
+def test_an_iteration_of_dflow_is_timed():
+    command = [sys.executable, SCRIPT, "dflow", "--iterations", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    settings, *rows = done.stdout.splitlines()
+    assert settings.startswith("model digit-tokens, iterations 3")
+    assert len(rows) == 6 * 2 + 1 and all(float(row.split()[-2]) > 0 for row in rows)
