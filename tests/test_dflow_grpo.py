@@ -391,6 +391,12 @@ def test_golden_step_of_three_tokens():
     golden(new - ref, expected["log_ratio_ref_per_token"])
     rho = new - ref
     golden(torch.expm1(-rho) + rho, expected["k3_per_token"])
+    theirs = torch.expm1(rho.mean()) - rho.mean()
+    golden(theirs, expected["reversed_k3_of_mean"])
+    transition, posterior = (
+        torch.tensor(expected[f"kl_{kind}_per_token"]) for kind in ("transition", "posterior")
+    )
+    assert min(abs(theirs - transition.mean()), abs(theirs - posterior.mean())) > 0.1 * transition.mean()
 
 
 def test_aggregates_are_over_the_tokens_inside_the_mask():
