@@ -85,9 +85,11 @@ class Ratio:
 
 @dataclass
 class Dflow:
-    """Rollout and update of an iteration, 128 samples, for each ratio of dFlowGRPO."""
+    """Rollout and update of an iteration for each ratio of dFlowGRPO."""
 
     model: str = "digit-tokens"
+    num_prompts: int = 8
+    group_size: int = 16
     iterations: int = 12
     """Iterations of a run; each time is the median of all but the first two."""
     threads: int = 1
@@ -107,6 +109,7 @@ class Dflow:
         for name, options in ratios.items():
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
                 settings = {"model": self.model, "num_iterations": self.iterations, "seed": self.seed}
+                settings |= {"num_prompts": self.num_prompts, "group_size": self.group_size}
                 settings |= {"output_dir": f"{folder}/run", "eval_every": 10**6, "eval_samples": 1}
                 with contextlib.redirect_stdout(io.StringIO()):
                     history = dflow_grpo.train(dflow_grpo.Args(**settings, **options))

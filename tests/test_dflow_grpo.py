@@ -787,11 +787,11 @@ def test_the_kl_counts_where_there_is_no_advantage(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", ["generation", "understanding"])
 def test_training_teaches(task, tmp_path):
-    """Eight iterations gain at least half of what seeds 0 to 2 gained."""
-    args = Args(task=task, output_dir=str(tmp_path), num_iterations=8, eval_every=8, eval_samples=200)
+    """Five iterations gain at least half of what seeds 0 to 2 gained: 0.28 and 0.25."""
+    args = Args(task=task, output_dir=str(tmp_path), num_iterations=5, eval_every=5, eval_samples=200)
     history = dflow_grpo.train(args)
     before = json.loads((tmp_path / "summary.json").read_text())["eval_reward_before"]
-    assert history[-1]["eval_reward"] > before + {"generation": 0.2, "understanding": 0.25}[task]
+    assert history[-1]["eval_reward"] > before + {"generation": 0.14, "understanding": 0.12}[task]
 
 
 @pytest.mark.pictures

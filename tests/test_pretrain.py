@@ -43,7 +43,7 @@ def test_pretraining_writes_what_the_policy_and_the_judge_load(tmp_path, capsys)
 
 def test_quality_of_the_shipped_weights_is_what_the_readme_says(capsys):
     script = runpy.run_path(str(SCRIPT))
-    script["main"](script["Args"](check=True, token_samples=20))
+    script["main"](script["Args"](check=True, token_samples=4))
     printed = capsys.readouterr().out
     assert "judge: accuracy 0.986 on 360 held-out real digits" in printed
     assert "digits, ODE, 10 steps: label 0.48" in printed
