@@ -674,7 +674,7 @@ def test_further_draws_are_independent_draws_of_the_posterior():
 
 @pytest.mark.parametrize("jump", ["exp", "euler"])
 def test_the_noise_of_the_ratio_is_measured_around_the_exact_one(jump):
-    V, D, path, repeats = 3, 2, project_path(EXACT_PATHS["metric"]), 20_000
+    V, D, path, repeats = 3, 2, project_path(EXACT_PATHS["metric"]), 5_000
     old, new, times = draw(95, 9, D, V), draw(95, 9, D, V) + 0.5 * draw(96, 9, D, V), f64([0.2, 0.5, 1.0])
     policy, before = TablePolicy(path, new), TablePolicy(path, old)
     noise, cond = sample_uniforms(before, 0, 1, range(6), 2), ones_of(6, D)
