@@ -80,9 +80,7 @@ def join_samples(parts: list[Tensor] | list[list[str]]) -> Tensor | list[str]:
 
 def decoded_states(policy, prompts: list[Prompt], times: Tensor, jump: str) -> list[Tensor | list[str]]:
     """For a picture: what a discrete flow's sampler shows at each of the times (K+1,) for each prompt."""
-    cond, noise = (
-        policy.encode(prompts),
-        sample_uniforms(policy, 0, EVALUATION, range(len(prompts)), len(times) - 1),
-    )
+    cond = policy.encode(prompts)
+    noise = sample_uniforms(policy, 0, EVALUATION, range(len(prompts)), len(times) - 1)
     states = token_rollout(policy, *noise, cond, times, jump=jump).states
     return [join_samples([policy.decode(x, cond)]) for x in states.unbind(1)]

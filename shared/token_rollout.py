@@ -25,7 +25,7 @@ class TokenRollout(NamedTuple):
     states: Tensor  # (B, K+1, D) ids, before each step and after the last
     log_prob: Tensor | None  # transitions (B, K, D), draws (B, K, n, D), or ends (B, 1, D): see token_rollout
     draws: Tensor | None  # (B, K, n, D) clean tokens drawn from the posterior at states[:, k], the used first
-    log_weight: Tensor | None  # (B, K, n, D) log q(states[:, k+1] | states[:, k], draw)
+    log_weight: Tensor | None  # (B, K, n, D) log q(states[:, k+1] | states[:, k], draw); 0 if n = 1
     nfe_rows: int  # network evaluations, in samples
     nfe_calls: int  # network evaluations, in calls
 
@@ -73,6 +73,7 @@ def token_rollout(
     keep: what log_prob is of: "transitions", log p(states[:, k+1] | states[:, k]); "draws", the posterior
         probabilities of the draws, whose ids and log-weights are kept as well; "ends", the posterior
         probability at states[:, 0] of the tokens states[:, K]; None.
+    jump: as in `sample_step`; the released sampler's jumps are "exp".
     top_k: the posterior is cut to its most probable symbols; None: as it is.
     Runs without gradient.
     """
