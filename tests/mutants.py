@@ -42,6 +42,9 @@ DIGIT_TOKENS = "shared.policies.digit_tokens."
 LEVEL_PATHS = "test_digit_tokens.test_metric_paths_are_a_quarter_circle_and_labels_equally_far_apart"
 CARRY_OVER = "test_digit_tokens.test_carry_over_keeps_what_is_revealed_with_a_gradient_of_exactly_zero"
 ANSWERS = "test_rewards.test_answers_are_right_whatever_their_case_and_blanks"
+REMOTE, REMOTE_TEST = "shared.rewards.remote.", "test_remote."
+REMOTE_CHECK = REMOTE_TEST + "test_prompts_are_checked_by_the_server"
+REMOTE_FAILURES = REMOTE_TEST + "test_failures_name_the_server_and_the_cause"
 DFLOW, TOKEN_ROLLOUT = "algos.dflow_grpo.", "shared.token_rollout."
 DFLOW_TEST = "test_dflow_grpo."
 UNBIASED = DFLOW_TEST + "test_mc_is_unbiased_with_the_used_draw"
@@ -836,7 +839,7 @@ MUTANTS = [
     Mutant(
         "shared.rewards.make_rewards",
         "rewards of the other task are unknown",
-        "if name in others:",
+        "if name in others and name not in known:",
         "if False:",
         "test_rewards.test_rewards_of_the_other_task_are_refused",
     ),
@@ -850,6 +853,88 @@ MUTANTS = [
     Mutant("shared.rewards.answers.make_answer", "wrong answers are right", " == ", " != ", ANSWERS),
     Mutant("shared.rewards.answers._plain", "capitals are wrong", ".casefold()", "", ANSWERS),
     Mutant("shared.rewards.answers._plain", "blanks are wrong", ".strip()", "", ANSWERS),
+    # ---- rewards of other processes ----
+    Mutant(
+        REMOTE + "make_remote",
+        "wants answers",
+        '"generation", "images"',
+        '"understanding", "answers"',
+        REMOTE_TEST + "test_a_served_reward_is_the_local_one",
+    ),
+    Mutant(
+        REMOTE + "make_remote_answers",
+        "wants images",
+        '"understanding", "answers"',
+        '"generation", "images"',
+        REMOTE_TEST + "test_answers_are_served",
+    ),
+    Mutant(REMOTE + "check_remote", "scores instead", "/check", "/score", REMOTE_CHECK),
+    Mutant(
+        REMOTE + "check_remote", "checks the first prompt", "p in prompts]", "p in prompts[:1]]", REMOTE_CHECK
+    ),
+    Mutant(
+        REMOTE + "png_of",
+        "loses detail",
+        'format="PNG"',
+        'format="JPEG"',
+        REMOTE_TEST + "test_images_survive_the_way",
+    ),
+    Mutant(
+        REMOTE + "image_of",
+        "lies on its side",
+        "permute(2, 0, 1)",
+        "permute(2, 1, 0)",
+        REMOTE_TEST + "test_images_survive_the_way",
+    ),
+    Mutant(
+        REMOTE + "_make",
+        "any server will do",
+        "if served != task:",
+        "if False:",
+        REMOTE_TEST + "test_a_server_of_the_other_task_is_refused",
+    ),
+    Mutant(REMOTE + "_make", "rewards are not counted", "!= len(prompts)", "< 0", REMOTE_FAILURES),
+    Mutant(
+        REMOTE + "_address",
+        "files are servers",
+        'not address.startswith(("http://", "https://"))',
+        "not address",
+        REMOTE_TEST + "test_a_wrong_address_is_refused_before_training",
+    ),
+    Mutant(REMOTE + "_ask", "insists where it was refused", "if error.code < 500:", "if 0:", REMOTE_FAILURES),
+    Mutant(
+        REMOTE + "_ask",
+        "gives up at the first broken connection",
+        "except (OSError, HTTPException)",
+        "except ZeroDivisionError",
+        REMOTE_TEST + "test_what_may_pass_is_tried_again",
+    ),
+    Mutant(
+        REMOTE + "_ask",
+        "waits equally long",
+        " * 2 ** (i - 1)",
+        "",
+        REMOTE_TEST + "test_back_off_doubles",
+    ),
+    Mutant(
+        REMOTE + "_ask",
+        "waits for ever",
+        ", timeout=time_out",
+        "",
+        REMOTE_TEST + "test_a_server_that_does_not_answer_is_not_waited_for",
+    ),
+    Mutant(REMOTE + "_object", "a list is an object", "not isinstance(found, dict)", "0", REMOTE_FAILURES),
+    Mutant(REMOTE + "_reason", "keeps the server's lines", ".split()", "", REMOTE_FAILURES),
+    Mutant(
+        "shared.rewards.check_prompts", "checks nothing", "if reward.name in CHECKS:", "if 0:", REMOTE_CHECK
+    ),
+    Mutant(
+        TRAINING + "set_up",
+        "rewards do not check prompts",
+        "check_prompts(rewards, each)",
+        "pass",
+        REMOTE_CHECK,
+    ),
     # ---- the discrete model ----
     Mutant(DIGIT_TOKENS + "token_path", "levels on a half circle", "* math.pi / 2", "* math.pi", LEVEL_PATHS),
     Mutant(
