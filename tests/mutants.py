@@ -45,6 +45,10 @@ ANSWERS = "test_rewards.test_answers_are_right_whatever_their_case_and_blanks"
 REMOTE, REMOTE_TEST = "shared.rewards.remote.", "test_remote."
 REMOTE_CHECK = REMOTE_TEST + "test_prompts_are_checked_by_the_server"
 REMOTE_FAILURES = REMOTE_TEST + "test_failures_name_the_server_and_the_cause"
+OCR = "shared.rewards.ocr."
+OCR_DISTANCE, OCR_SIMILARITY = "test_ocr.test_edit_distances", "test_ocr.test_similarity"
+OCR_REFUSED = "test_ocr.test_prompts_without_quoted_text_are_refused"
+OCR_READ = "test_ocr.test_rendered_text_is_read"
 DFLOW, TOKEN_ROLLOUT = "algos.dflow_grpo.", "shared.token_rollout."
 DFLOW_TEST = "test_dflow_grpo."
 UNBIASED = DFLOW_TEST + "test_mc_is_unbiased_with_the_used_draw"
@@ -934,6 +938,49 @@ MUTANTS = [
         "check_prompts(rewards, each)",
         "pass",
         REMOTE_CHECK,
+    ),
+    # ---- text in images ----
+    Mutant(OCR + "edit_distance", "replacing is free", "(char != other)", "0", OCR_DISTANCE),
+    Mutant(
+        OCR + "edit_distance",
+        "replacing costs two",
+        "+ (char != other)",
+        "+ 2 * (char != other)",
+        OCR_DISTANCE,
+    ),
+    Mutant(
+        OCR + "edit_distance",
+        "what is lost is free",
+        "distances[0] = distances[0], i",
+        "distances[0] = distances[0], 0",
+        OCR_DISTANCE,
+    ),
+    Mutant(OCR + "similarity", "divides by what is read", "len(target)", "max(len(read), 1)", OCR_SIMILARITY),
+    Mutant(
+        OCR + "similarity",
+        "falls below 0",
+        "max(0.0, 1 - edit_distance(read, target) / len(target))",
+        "1 - edit_distance(read, target) / len(target)",
+        OCR_SIMILARITY,
+    ),
+    Mutant(OCR + "_plain", "capitals count", ".casefold()", "", OCR_SIMILARITY),
+    Mutant(OCR + "_plain", "blanks count", '"".join(', '" ".join(', OCR_SIMILARITY),
+    Mutant(
+        OCR + "target_of",
+        "curly quotes only",
+        "found[1] or ",
+        "",
+        "test_ocr.test_the_target_is_the_first_quoted_text",
+    ),
+    Mutant(OCR + "target_of", "blanks are a target", " or not _plain(target)", "", OCR_REFUSED),
+    Mutant(OCR + "check_ocr", "checks the first prompt", "in prompts:", "in prompts[:1]:", OCR_REFUSED),
+    Mutant(OCR + "make_ocr", "reads the first line", "lines or ()", "(lines or ())[:1]", OCR_READ),
+    Mutant(
+        OCR + "make_ocr",
+        "a missing package is a traceback",
+        "except ImportError",
+        "except ZeroDivisionError",
+        "test_ocr.test_a_missing_package_is_named",
     ),
     # ---- the discrete model ----
     Mutant(DIGIT_TOKENS + "token_path", "levels on a half circle", "* math.pi / 2", "* math.pi", LEVEL_PATHS),

@@ -15,7 +15,8 @@ COVERED = [
     f"shared.{name}" for name in ("sde", "grpo", "rollout", "prompts", "rewards", "policies", "training")
 ]
 COVERED += ["shared.ctmc", "shared.paths", "shared.tokens", "shared.distances"]
-COVERED += ["shared.policies.digit_tokens", "shared.rewards.answers", "shared.rewards.remote"]
+COVERED += ["shared.policies.digit_tokens", "shared.rewards.answers"]
+COVERED += ["shared.rewards.ocr", "shared.rewards.remote"]
 COVERED += ["shared.token_rollout", "shared.evaluation"]
 COVERED += ["algos.flow_grpo", "algos.tp_grpo", "algos.op_grpo", "algos.dflow_grpo"]
 EXEMPT = {f"{name}.train" for name in COVERED}  # whole runs

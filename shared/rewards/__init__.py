@@ -15,12 +15,14 @@ from shared.errors import InputError, RewardError
 from shared.prompts import Prompt
 from shared.rewards.answers import make_answer
 from shared.rewards.image import make_jpeg
+from shared.rewards.ocr import check_ocr, make_ocr
 from shared.rewards.remote import check_remote, make_remote, make_remote_answers
 from shared.rewards.toy import make_ink, make_label, make_next
 
-REWARDS = {"label": make_label, "ink": make_ink, "next": make_next, "jpeg": make_jpeg, "remote": make_remote}
+REWARDS = {"label": make_label, "ink": make_ink, "next": make_next, "jpeg": make_jpeg}
+REWARDS |= {"ocr": make_ocr, "remote": make_remote}
 ANSWER_REWARDS = {"answer": make_answer, "remote": make_remote_answers}
-CHECKS = {"remote": check_remote}  # of prompts, before training: each raises InputError
+CHECKS = {"ocr": check_ocr, "remote": check_remote}  # of prompts, before training: each raises InputError
 
 
 class Reward(NamedTuple):
