@@ -49,6 +49,10 @@ OCR = "shared.rewards.ocr."
 OCR_DISTANCE, OCR_SIMILARITY = "test_ocr.test_edit_distances", "test_ocr.test_similarity"
 OCR_REFUSED = "test_ocr.test_prompts_without_quoted_text_are_refused"
 OCR_READ = "test_ocr.test_rendered_text_is_read"
+GENEVAL, GENEVAL_TASKS = "shared.rewards.geneval.", "test_geneval.test_every_task"
+GENEVAL_KEPT = "test_geneval.test_the_most_confident_are_kept"
+GENEVAL_RELATIONS = "test_geneval.test_relations"
+GENEVAL_REFUSED = "test_geneval.test_other_metadata_are_refused"
 DFLOW, TOKEN_ROLLOUT = "algos.dflow_grpo.", "shared.token_rollout."
 DFLOW_TEST = "test_dflow_grpo."
 UNBIASED = DFLOW_TEST + "test_mc_is_unbiased_with_the_used_draw"
@@ -982,6 +986,88 @@ MUTANTS = [
         "except ZeroDivisionError",
         "test_ocr.test_a_missing_package_is_named",
     ),
+    # ---- GenEval's rules ----
+    Mutant(GENEVAL + "judge", "what is excluded does not matter", "strict and few", "strict", GENEVAL_TASKS),
+    Mutant(GENEVAL + "judge", "exact counts for all", "min(demands)", "min(exact)", GENEVAL_TASKS),
+    Mutant(GENEVAL + "judge", "exclusion counts twice", "not in included", "!= 0", GENEVAL_TASKS),
+    Mutant(
+        GENEVAL + "judge",
+        "partial forgives what is too many",
+        "metadata, True)",
+        "metadata, False)",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands",
+        "the least confident stand for all",
+        '[: wanted["count"]]',
+        '[-wanted["count"] :]',
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands",
+        "beside an object of the wrong color",
+        "if min(own) == 1",
+        "if own[0] == 1",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands_of",
+        "counts below 0",
+        "max(0.0, 1 - abs(len(group) - count) / count)",
+        "1 - abs(len(group) - count) / count",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands_of",
+        "one too many is fine",
+        "abs(len(group) - count)",
+        "max(count - len(group), 0)",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands_of",
+        "colors of the others count",
+        "if own[0] == 1 else",
+        "if own[0] < 2 else",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands_of",
+        "one pair is enough",
+        "all(position",
+        "any(position",
+        "test_geneval.test_positions_hold_for_all_pairs",
+    ),
+    Mutant(GENEVAL + "_demands_of", "beside nothing", "bool(pairs) and ", "", GENEVAL_TASKS),
+    Mutant(GENEVAL + "kept", "least confident first", "-d.score", "d.score", GENEVAL_KEPT),
+    Mutant(GENEVAL + "kept", "counting needs no more confidence", 'tag == "counting"', "False", GENEVAL_KEPT),
+    Mutant(GENEVAL + "kept", "keeps the threshold", "> least", ">= least", GENEVAL_TASKS),
+    Mutant(GENEVAL + "kept", "keeps all", "found[:MAX_OBJECTS]", "found", GENEVAL_KEPT),
+    Mutant(
+        GENEVAL + "relations",
+        "y points up",
+        "-down - dy > half, down - dy > half",
+        "down - dy > half, -down - dy > half",
+        GENEVAL_RELATIONS,
+    ),
+    Mutant(GENEVAL + "relations", "no slack", "SLACK * (", "0 * (", GENEVAL_RELATIONS),
+    Mutant(
+        GENEVAL + "relations",
+        "half of another distance",
+        "math.hypot(*offsets)",
+        "sum(map(abs, offsets))",
+        GENEVAL_RELATIONS,
+    ),
+    Mutant(
+        GENEVAL + "check_geneval",
+        "checks the first prompt",
+        "in prompts:",
+        "in prompts[:1]:",
+        GENEVAL_REFUSED,
+    ),
+    Mutant(GENEVAL + "_fault", "beside a later object", "0 <= other < i", "0 <= other", GENEVAL_REFUSED),
+    Mutant(GENEVAL + "_fault", "any color", 'wanted["color"] not in COLORS', "False", GENEVAL_REFUSED),
     # ---- the discrete model ----
     Mutant(DIGIT_TOKENS + "token_path", "levels on a half circle", "* math.pi / 2", "* math.pi", LEVEL_PATHS),
     Mutant(
