@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -18,8 +19,8 @@ import torch
 
 from algos import flow_grpo
 from shared.errors import InputError, RewardError
-from shared.prompts import Prompt, load_prompts
-from shared.rewards import REWARDS, make_rewards, remote, score
+from shared.prompts import Prompt, digit_of, load_prompts
+from shared.rewards import CHECKS, REWARDS, check_prompts, make_rewards, remote, score
 from shared.training import set_up
 
 ROOT = Path(__file__).parents[1]
@@ -213,8 +214,11 @@ def test_prompts_are_checked_by_the_server():
             set_up(flow_grpo.Args(reward="remote"))  # the prompts of training, then those of evaluations
     digits = [{"text": p.text, "metadata": {}} for p in load_prompts("digits")]
     assert seen == [{"prompts": digits}] * 2
-    with serving("label"):
+    with serving("label"), pytest.MonkeyPatch.context() as patch:
         assert set_up(flow_grpo.Args(reward="remote")).rewards[0].name == "remote"
+        patch.setitem(CHECKS, "label", lambda prompts: digit_of(prompts[-1].text + " and nine and ten"))
+        with pytest.raises(InputError, match="/check: status 400: .* must name exactly one digit"):
+            check_prompts(make_rewards("remote"), PROMPTS)
 
 
 def test_training_with_a_server_is_training_without(tmp_path):
@@ -263,6 +267,37 @@ def test_the_server_survives_a_failing_reward():
             assert torch.allclose(score(rewards, PIXELS, PROMPTS).total, label(ROUNDED, PROMPTS), atol=1e-6)
 
 
+def test_requests_are_scored_one_after_the_other():
+    inside, together = [], []
+
+    def slow(pixels, prompts):
+        inside.append(1)
+        together.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return pixels.mean((1, 2, 3))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(REWARDS, "label", lambda device: slow)
+        with serving("label"), ThreadPoolExecutor(4) as pool:
+            (reward,) = make_rewards("remote")
+            found = pool.map(lambda i: reward.function(PIXELS[i : i + 1], PROMPTS[i : i + 1]), range(4))
+            assert torch.allclose(torch.cat(list(found)), ROUNDED[:4].mean((1, 2, 3)), atol=1e-6)
+    assert together == [1] * 4
+
+
+def test_an_address_that_is_taken(capsys):
+    script = runpy.run_path(str(SCRIPT))
+    with serving("jpeg") as url, pytest.raises(SystemExit) as left:
+        script["main"](script["Args"](reward="jpeg", port=int(url.split(":")[-1])))
+    said = capsys.readouterr().err
+    assert (
+        left.value.code == 2
+        and said.startswith("error: cannot listen at 127.0.0.1")
+        and said.count("\n") == 1
+    )
+
+
 def test_the_script():
     """It says where it listens (this machine alone), serves, and ends quietly when it is interrupted."""
     command = [sys.executable, SCRIPT, "--reward", "jpeg", "--port", "0"]
@@ -276,8 +311,6 @@ def test_the_script():
             patch.setenv("no_proxy", "*")
             found = score(make_rewards("remote"), PIXELS, PROMPTS).total
         assert torch.equal(found, score(make_rewards("jpeg"), PIXELS, PROMPTS).total)
-        taken = subprocess.run([*command[:-1], url.split(":")[-1]], capture_output=True, text=True)
-        assert taken.returncode == 2 and taken.stderr.startswith("error: cannot listen at 127.0.0.1")
     finally:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)

@@ -32,7 +32,7 @@ from shared.rewards.image import bytes_of
 ADDRESS = "REWARD_URL"  # the environment variable with the server's address
 START = "start scripts/reward_server.py, then export REWARD_URL=http://127.0.0.1:8000"
 TRIES, BACK_OFF = 4, 1.0  # of a request; seconds before the second try, twice as many before each next one
-TIME_OUT, FIRST_TIME_OUT = 600.0, 10.0  # seconds: of one try, of the first request before training
+TIME_OUT, FIRST_TIME_OUT = 600.0, 30.0  # seconds: of a try to score; of a request before training, tried once
 
 
 def make_remote(device="cpu"):
@@ -52,8 +52,9 @@ def make_remote_answers(device="cpu"):
 
 def check_remote(prompts: list[Prompt]) -> None:
     """Raises InputError with the server's reason if it cannot score the prompts."""
+    request = {"prompts": [p._asdict() for p in prompts]}
     try:
-        _ask(_address() + "/check", {"prompts": [p._asdict() for p in prompts]})
+        _ask(_address() + "/check", request, tries=1, time_out=FIRST_TIME_OUT)
     except RewardError as error:
         raise InputError(str(error)) from None
 
