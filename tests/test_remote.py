@@ -175,14 +175,17 @@ def test_back_off_doubles():
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for():
+    asked = threading.Event()
+
     class Slow(BaseHTTPRequestHandler):
         def do_GET(self):
-            time.sleep(0.5)
+            asked.wait(2)
 
     with running(HTTPServer(("127.0.0.1", 0), Slow)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "FIRST_TIME_OUT", 0.05)
         with pytest.raises(InputError, match=r"timed out \(tries: 1\)"):
             make_rewards("remote")
+        asked.set()
 
 
 @pytest.mark.parametrize("url, message", [
