@@ -39,7 +39,8 @@ class RunArgs:
     eval_prompts: str | None = None
     """Prompts of the evaluations, a set or a file. Default: those of training."""
     reward: str = "label"
-    """label, ink, next, jpeg, or a weighted sum as "label:1,jpeg:0.5" (upstream: reward_fn)."""
+    """label, ink, next, jpeg, ocr (the quoted text of the prompt), remote (of a server:
+    scripts/reward_server.py), or a weighted sum as "label:1,jpeg:0.5" (upstream: reward_fn)."""
     reward_batch_size: int | None = None
     """Samples in one call of the reward. Default: all of an iteration."""
 

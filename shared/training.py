@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from shared.errors import InputError
 from shared.policies import make_policy
 from shared.prompts import Prompt, load_prompts, sample_groups
-from shared.rewards import Reward, make_rewards
+from shared.rewards import Reward, check_prompts, make_rewards
 
 
 class EMA:
@@ -61,8 +61,8 @@ class Setup(NamedTuple):
 
 def set_up(args, task: str | None = None) -> Setup:
     """Load the prompts, the model and the rewards. Raises InputError, before a weight is trained or a file
-    written, for prompts that are too few or that the model cannot take, and for groups that processes cannot
-    share.
+    written, for prompts that are too few or that the model or a reward cannot take, and for groups that
+    processes cannot share.
 
     task: None for a continuous flow; what a discrete one makes, "generation" or "understanding".
     """
@@ -75,6 +75,7 @@ def set_up(args, task: str | None = None) -> Setup:
     rewards = make_rewards(args.reward, accelerator.device, task or "generation")
     for each in (prompts, eval_prompts):
         policy.encode(each)
+        check_prompts(rewards, each)
     return Setup(accelerator, prompts, eval_prompts, share, policy, rewards)
 
 

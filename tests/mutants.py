@@ -42,6 +42,17 @@ DIGIT_TOKENS = "shared.policies.digit_tokens."
 LEVEL_PATHS = "test_digit_tokens.test_metric_paths_are_a_quarter_circle_and_labels_equally_far_apart"
 CARRY_OVER = "test_digit_tokens.test_carry_over_keeps_what_is_revealed_with_a_gradient_of_exactly_zero"
 ANSWERS = "test_rewards.test_answers_are_right_whatever_their_case_and_blanks"
+REMOTE, REMOTE_TEST = "shared.rewards.remote.", "test_remote."
+REMOTE_CHECK = REMOTE_TEST + "test_prompts_are_checked_by_the_server"
+REMOTE_FAILURES = REMOTE_TEST + "test_failures_name_the_server_and_the_cause"
+OCR = "shared.rewards.ocr."
+OCR_DISTANCE, OCR_SIMILARITY = "test_ocr.test_edit_distances", "test_ocr.test_similarity"
+OCR_REFUSED = "test_ocr.test_prompts_without_quoted_text_are_refused"
+OCR_READ = "test_ocr.test_rendered_text_is_read"
+GENEVAL, GENEVAL_TASKS = "shared.rewards.geneval.", "test_geneval.test_every_task"
+GENEVAL_KEPT = "test_geneval.test_the_most_confident_are_kept"
+GENEVAL_RELATIONS = "test_geneval.test_relations"
+GENEVAL_REFUSED = "test_geneval.test_other_metadata_are_refused"
 DFLOW, TOKEN_ROLLOUT = "algos.dflow_grpo.", "shared.token_rollout."
 DFLOW_TEST = "test_dflow_grpo."
 UNBIASED = DFLOW_TEST + "test_mc_is_unbiased_with_the_used_draw"
@@ -836,7 +847,7 @@ MUTANTS = [
     Mutant(
         "shared.rewards.make_rewards",
         "rewards of the other task are unknown",
-        "if name in others:",
+        "if name in others and name not in known:",
         "if False:",
         "test_rewards.test_rewards_of_the_other_task_are_refused",
     ),
@@ -850,6 +861,213 @@ MUTANTS = [
     Mutant("shared.rewards.answers.make_answer", "wrong answers are right", " == ", " != ", ANSWERS),
     Mutant("shared.rewards.answers._plain", "capitals are wrong", ".casefold()", "", ANSWERS),
     Mutant("shared.rewards.answers._plain", "blanks are wrong", ".strip()", "", ANSWERS),
+    # ---- rewards of other processes ----
+    Mutant(
+        REMOTE + "make_remote",
+        "wants answers",
+        '"generation", "images"',
+        '"understanding", "answers"',
+        REMOTE_TEST + "test_a_served_reward_is_the_local_one",
+    ),
+    Mutant(
+        REMOTE + "make_remote_answers",
+        "wants images",
+        '"understanding", "answers"',
+        '"generation", "images"',
+        REMOTE_TEST + "test_answers_are_served",
+    ),
+    Mutant(REMOTE + "check_remote", "scores instead", "/check", "/score", REMOTE_CHECK),
+    Mutant(
+        REMOTE + "check_remote", "checks the first prompt", "p in prompts]", "p in prompts[:1]]", REMOTE_CHECK
+    ),
+    Mutant(
+        REMOTE + "png_of",
+        "loses detail",
+        'format="PNG"',
+        'format="JPEG"',
+        REMOTE_TEST + "test_images_survive_the_way",
+    ),
+    Mutant(
+        REMOTE + "image_of",
+        "lies on its side",
+        "permute(2, 0, 1)",
+        "permute(2, 1, 0)",
+        REMOTE_TEST + "test_images_survive_the_way",
+    ),
+    Mutant(
+        REMOTE + "_make",
+        "any server will do",
+        "if served != task:",
+        "if False:",
+        REMOTE_TEST + "test_a_server_of_the_other_task_is_refused",
+    ),
+    Mutant(REMOTE + "_make", "rewards are not counted", "!= len(prompts)", "< 0", REMOTE_FAILURES),
+    Mutant(
+        REMOTE + "_address",
+        "files are servers",
+        'not address.startswith(("http://", "https://"))',
+        "not address",
+        REMOTE_TEST + "test_a_wrong_address_is_refused_before_training",
+    ),
+    Mutant(REMOTE + "_ask", "insists where it was refused", "if error.code < 500:", "if 0:", REMOTE_FAILURES),
+    Mutant(
+        REMOTE + "_ask",
+        "gives up at the first broken connection",
+        "except (OSError, HTTPException)",
+        "except ZeroDivisionError",
+        REMOTE_TEST + "test_what_may_pass_is_tried_again",
+    ),
+    Mutant(
+        REMOTE + "_ask",
+        "waits equally long",
+        " * 2 ** (i - 1)",
+        "",
+        REMOTE_TEST + "test_back_off_doubles",
+    ),
+    Mutant(
+        REMOTE + "_ask",
+        "waits for ever",
+        ", timeout=time_out",
+        "",
+        REMOTE_TEST + "test_a_server_that_does_not_answer_is_not_waited_for",
+    ),
+    Mutant(REMOTE + "_object", "a list is an object", "not isinstance(found, dict)", "0", REMOTE_FAILURES),
+    Mutant(REMOTE + "_reason", "keeps the server's lines", ".split()", "", REMOTE_FAILURES),
+    Mutant(
+        "shared.rewards.check_prompts", "checks nothing", "if reward.name in CHECKS:", "if 0:", REMOTE_CHECK
+    ),
+    Mutant(
+        TRAINING + "set_up",
+        "rewards do not check prompts",
+        "check_prompts(rewards, each)",
+        "pass",
+        REMOTE_CHECK,
+    ),
+    # ---- text in images ----
+    Mutant(OCR + "edit_distance", "replacing is free", "(char != other)", "0", OCR_DISTANCE),
+    Mutant(
+        OCR + "edit_distance",
+        "replacing costs two",
+        "+ (char != other)",
+        "+ 2 * (char != other)",
+        OCR_DISTANCE,
+    ),
+    Mutant(
+        OCR + "edit_distance",
+        "what is lost is free",
+        "distances[0] = distances[0], i",
+        "distances[0] = distances[0], 0",
+        OCR_DISTANCE,
+    ),
+    Mutant(OCR + "similarity", "divides by what is read", "len(target)", "max(len(read), 1)", OCR_SIMILARITY),
+    Mutant(
+        OCR + "similarity",
+        "falls below 0",
+        "max(0.0, 1 - edit_distance(read, target) / len(target))",
+        "1 - edit_distance(read, target) / len(target)",
+        OCR_SIMILARITY,
+    ),
+    Mutant(OCR + "_plain", "capitals count", ".casefold()", "", OCR_SIMILARITY),
+    Mutant(OCR + "_plain", "blanks count", '"".join(', '" ".join(', OCR_SIMILARITY),
+    Mutant(
+        OCR + "target_of",
+        "curly quotes only",
+        "found[1] or ",
+        "",
+        "test_ocr.test_the_target_is_the_first_quoted_text",
+    ),
+    Mutant(OCR + "target_of", "blanks are a target", " or not _plain(target)", "", OCR_REFUSED),
+    Mutant(OCR + "check_ocr", "checks the first prompt", "in prompts:", "in prompts[:1]:", OCR_REFUSED),
+    Mutant(OCR + "make_ocr", "reads the first line", "lines or ()", "(lines or ())[:1]", OCR_READ),
+    Mutant(
+        OCR + "make_ocr",
+        "a missing package is a traceback",
+        "except ImportError",
+        "except ZeroDivisionError",
+        "test_ocr.test_a_missing_package_is_named",
+    ),
+    # ---- GenEval's rules ----
+    Mutant(GENEVAL + "judge", "what is excluded does not matter", "strict and few", "strict", GENEVAL_TASKS),
+    Mutant(GENEVAL + "judge", "exact counts for all", "min(demands)", "min(exact)", GENEVAL_TASKS),
+    Mutant(GENEVAL + "judge", "exclusion counts twice", "not in included", "!= 0", GENEVAL_TASKS),
+    Mutant(
+        GENEVAL + "judge",
+        "partial forgives what is too many",
+        "metadata, True)",
+        "metadata, False)",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands",
+        "the least confident stand for all",
+        '[: wanted["count"]]',
+        '[-wanted["count"] :]',
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands",
+        "beside an object of the wrong color",
+        "if min(own) == 1",
+        "if own[0] == 1",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands_of",
+        "counts below 0",
+        "max(0.0, 1 - abs(len(group) - count) / count)",
+        "1 - abs(len(group) - count) / count",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands_of",
+        "one too many is fine",
+        "abs(len(group) - count)",
+        "max(count - len(group), 0)",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands_of",
+        "colors of the others count",
+        "if own[0] == 1 else",
+        "if own[0] < 2 else",
+        GENEVAL_TASKS,
+    ),
+    Mutant(
+        GENEVAL + "_demands_of",
+        "one pair is enough",
+        "all(position",
+        "any(position",
+        "test_geneval.test_positions_hold_for_all_pairs",
+    ),
+    Mutant(GENEVAL + "_demands_of", "beside nothing", "bool(pairs) and ", "", GENEVAL_TASKS),
+    Mutant(GENEVAL + "kept", "least confident first", "-d.score", "d.score", GENEVAL_KEPT),
+    Mutant(GENEVAL + "kept", "counting needs no more confidence", 'tag == "counting"', "False", GENEVAL_KEPT),
+    Mutant(GENEVAL + "kept", "keeps the threshold", "> least", ">= least", GENEVAL_TASKS),
+    Mutant(GENEVAL + "kept", "keeps all", "found[:MAX_OBJECTS]", "found", GENEVAL_KEPT),
+    Mutant(
+        GENEVAL + "relations",
+        "y points up",
+        "-down - dy > half, down - dy > half",
+        "down - dy > half, -down - dy > half",
+        GENEVAL_RELATIONS,
+    ),
+    Mutant(GENEVAL + "relations", "no slack", "SLACK * (", "0 * (", GENEVAL_RELATIONS),
+    Mutant(
+        GENEVAL + "relations",
+        "half of another distance",
+        "math.hypot(*offsets)",
+        "sum(map(abs, offsets))",
+        GENEVAL_RELATIONS,
+    ),
+    Mutant(
+        GENEVAL + "check_geneval",
+        "checks the first prompt",
+        "in prompts:",
+        "in prompts[:1]:",
+        GENEVAL_REFUSED,
+    ),
+    Mutant(GENEVAL + "_fault", "beside a later object", "0 <= other < i", "0 <= other", GENEVAL_REFUSED),
+    Mutant(GENEVAL + "_fault", "any color", 'wanted["color"] not in COLORS', "False", GENEVAL_REFUSED),
     # ---- the discrete model ----
     Mutant(DIGIT_TOKENS + "token_path", "levels on a half circle", "* math.pi / 2", "* math.pi", LEVEL_PATHS),
     Mutant(

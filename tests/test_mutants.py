@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ COVERED = [
 ]
 COVERED += ["shared.ctmc", "shared.paths", "shared.tokens", "shared.distances"]
 COVERED += ["shared.policies.digit_tokens", "shared.rewards.answers"]
+COVERED += [f"shared.rewards.{name}" for name in ("geneval", "ocr", "remote")]
 COVERED += ["shared.token_rollout", "shared.evaluation"]
 COVERED += ["algos.flow_grpo", "algos.tp_grpo", "algos.op_grpo", "algos.dflow_grpo"]
 EXEMPT = {f"{name}.train" for name in COVERED}  # whole runs
@@ -25,10 +27,7 @@ FIXTURES = {"linear_policy": LinearPolicy}
 
 def resolve(path: str):
     """The module and the function or method of an import path."""
-    parts = path.split(".")
-    target = importlib.import_module(".".join(parts[:2]))
-    for name in parts[2:]:
-        target = getattr(target, name)
+    target = pkgutil.resolve_name(path)
     return importlib.import_module(target.__module__), target
 
 

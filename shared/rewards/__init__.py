@@ -15,10 +15,14 @@ from shared.errors import InputError, RewardError
 from shared.prompts import Prompt
 from shared.rewards.answers import make_answer
 from shared.rewards.image import make_jpeg
+from shared.rewards.ocr import check_ocr, make_ocr
+from shared.rewards.remote import check_remote, make_remote, make_remote_answers
 from shared.rewards.toy import make_ink, make_label, make_next
 
 REWARDS = {"label": make_label, "ink": make_ink, "next": make_next, "jpeg": make_jpeg}
-ANSWER_REWARDS = {"answer": make_answer}
+REWARDS |= {"ocr": make_ocr, "remote": make_remote}
+ANSWER_REWARDS = {"answer": make_answer, "remote": make_remote_answers}
+CHECKS = {"ocr": check_ocr, "remote": check_remote}  # of prompts, before training: each raises InputError
 
 
 class Reward(NamedTuple):
@@ -41,7 +45,7 @@ def make_rewards(spec: str, device="cpu", task: str = "generation") -> list[Rewa
     parts = {}
     for item in spec.split(","):
         name, _, weight = (word.strip() for word in item.partition(":"))
-        if name in others:
+        if name in others and name not in known:
             raise InputError(
                 f"reward {name!r} scores {scored}, and --task {task} makes {made}: use {', '.join(known)}"
             )
@@ -58,6 +62,13 @@ def make_rewards(spec: str, device="cpu", task: str = "generation") -> list[Rewa
         if parts[name] == 0 or not torch.isfinite(torch.tensor(parts[name])):
             raise InputError(f"weight of reward {name!r} must be a finite number other than 0, not {weight}")
     return [Reward(name, weight, known[name](device)) for name, weight in parts.items()]
+
+
+def check_prompts(rewards: list[Reward], prompts: list[Prompt]) -> None:
+    """Raises InputError, in one line, if there is a prompt that one of the rewards cannot score."""
+    for reward in rewards:
+        if reward.name in CHECKS:
+            CHECKS[reward.name](prompts)
 
 
 class Scores(NamedTuple):

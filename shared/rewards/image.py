@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -21,9 +22,13 @@ def make_jpeg(device="cpu"):
     return jpeg
 
 
+def bytes_of(image: Tensor) -> np.ndarray:
+    """One image (3, H, W) in [0, 1] as (H, W, 3) uint8, rounded."""
+    return (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+
+
 def _jpeg_bytes(image: Tensor) -> int:
     """Size of one image (3, H, W) in [0, 1] as JPEG, in bytes."""
-    array = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
     buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, format="JPEG", quality=JPEG_QUALITY)
+    Image.fromarray(bytes_of(image)).save(buffer, format="JPEG", quality=JPEG_QUALITY)
     return buffer.tell()
