@@ -35,7 +35,6 @@ Differs from the authors' code in
        test_ema_counts_updates_not_micro_batches.
     6. The singularity at sigma = 1 is guarded by sigma > sigma[1], not sigma == 1:
        test_first_step_std_is_the_noise_level.
-Left out: classifier-free guidance (the digits have none).
 """
 
 import sys

@@ -32,7 +32,7 @@ unselected. But the best of a group is selected, and training on a replay raises
 `max_weight` = 1 bounds that.
 No code of the authors is public. Our choices, measured in the README: m, t_off, decay and cap; not measured:
 a reward below 0 decays downwards; a group's statistics include its replays.
-Left out: what algos/flow_grpo.py leaves out; a correction in windows that start below sigma = 1.
+Left out: a correction in windows that start below sigma = 1.
 """
 
 import sys

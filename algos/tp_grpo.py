@@ -34,7 +34,7 @@ Differs from the authors' code in
     4. A state's first ODE evaluation is shared with its stochastic step, and completions go down the grid
        together: 55 network evaluations a sample at T = 10 in place of 64: test_wavefront_counts.
     5. All that algos/flow_grpo.py lists.
-Left out: what algos/flow_grpo.py leaves out; propagation of turning points (off in the published run).
+Left out: propagation of turning points (off in the published run).
 """
 
 import sys

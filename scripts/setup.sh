@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh and test.sh. `set_up EXTRA` makes .venv hold the dependencies of pyproject.toml and of its
-# extra EXTRA ("" for none), in the versions of constraints.txt. It installs nothing if they are there already.
+# Sourced by quickstart.sh and test.sh. `set_up EXTRAS` makes .venv hold the dependencies of pyproject.toml and of its
+# extras EXTRAS ("" for none), in the versions of constraints.txt. It installs nothing if they are there already.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,7 @@ find_python() {  # the first Python >= 3.10; PYTHON=... chooses another
     return 1
 }
 
-requirements() {  # the dependencies and the given extra of pyproject.toml, a line each
+requirements() {  # the dependencies and the given extras of pyproject.toml, a line each
     .venv/bin/python - "$1" <<'EOF'
 import sys
 
@@ -26,13 +26,15 @@ except ImportError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-print("\n".join(project["dependencies"] + (project["optional-dependencies"][sys.argv[1]] if sys.argv[1] else [])))
+extras = [project["optional-dependencies"][extra] for extra in sys.argv[1].split()]
+print("\n".join(sum(extras, project["dependencies"])))
 EOF
 }
 
 set_up() {
-    local extra=$1 python ready="" stamp
+    local extras=$1 python ready="" stamp
     stamp=".venv/.ready-${1:-base}"
+    stamp="${stamp// /-}"
     # A finished set-up leaves a stamp: the checksum of what it installed.
     ready="$(cat pyproject.toml scripts/constraints.txt | cksum)"
     if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$ready" ]; then
@@ -52,9 +54,9 @@ set_up() {
     .venv/bin/python -m pip install --disable-pip-version-check -c scripts/constraints.txt torch ||
         fail "PyTorch could not be installed (see above); run this script again to continue"
     echo "== 3/3 other packages"
-    requirements "$extra" | .venv/bin/python -m pip install --disable-pip-version-check \
+    requirements "$extras" | .venv/bin/python -m pip install --disable-pip-version-check \
         -c scripts/constraints.txt -r /dev/stdin ||
         fail "packages could not be installed (see above); run this script again to continue"
-    echo "$ready" | tee .venv/.ready-base >"$stamp"  # an extra comes on top of the base
+    echo "$ready" | tee .venv/.ready-base >"$stamp"  # extras come on top of the base
     echo "== Ready"
 }

@@ -7,6 +7,8 @@ from typing import Literal
 
 from shared.errors import InputError
 
+MODEL_OPTIONS = ("model_path", "lora_rank", "resolution", "guidance_scale", "precision")  # of real models
+
 
 @dataclass
 class RunArgs:
@@ -32,8 +34,8 @@ class RunArgs:
 
     # model, prompts and reward
     model: str = "digits"
-    """The generator: digits, or digits-faithful, which draws the prompted digit more often
-    (upstream: pretrained.model)."""
+    """The generator: digits; digits-faithful, which draws the prompted digit more often; or sd3.5-m, Stable
+    Diffusion 3.5 Medium (upstream: pretrained.model)."""
     prompts: str = "digits"
     """A built-in set (digits) or a file: text, one prompt a line, or .jsonl (upstream: dataset)."""
     eval_prompts: str | None = None
@@ -77,6 +79,21 @@ class FlowArgs(RunArgs):
     storage_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Trajectories are rounded to and kept in this dtype (upstream: mixed_precision)."""
 
+    # real models
+    model_path: str | None = None
+    """Weights of a real model: a folder in diffusers' format, or a hub id. Default: the model's id on the hub
+    (upstream: pretrained.model)."""
+    lora_rank: int | None = None
+    """Rank of the LoRA that is trained. Default: 32 (upstream: 32, in code)."""
+    resolution: int | None = None
+    """Height and width of the images in pixels. Default: 512 (upstream: resolution)."""
+    guidance_scale: float | None = None
+    """Classifier-free guidance, in sampling and in training; 1: none. Default: 4.5
+    (upstream: sample.guidance_scale and train.cfg)."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the frozen weights; those that are trained are float32. Default: bfloat16
+    (upstream: mixed_precision)."""
+
 
 def check_args(args, **own: tuple[bool, str]) -> None:
     """Raise InputError for settings that no algorithm can run. Reads the fields that all of them have.
@@ -117,6 +134,13 @@ def check_flow_args(args, **own: tuple[bool, str]) -> None:
         "num_steps": (args.num_steps >= 2, "at least 2, since the last step is never trained"),
         "noise_level": (0 < args.noise_level < math.inf, "above 0: training needs stochastic steps"),
         "clip_range": (0 < args.clip_range < math.inf, "above 0"),
+        "model_path": (args.model_path != "", "a folder or a hub id"),
+        "resolution": (
+            args.resolution is None or (args.resolution > 0 and args.resolution % 16 == 0),
+            "a multiple of 16",
+        ),
+        "lora_rank": (args.lora_rank is None or args.lora_rank >= 1, "at least 1"),
+        "guidance_scale": (args.guidance_scale is None or 1 <= args.guidance_scale < math.inf, "at least 1"),
     }
     check_args(args, **bounds, **own)
     if args.sampler == "cps" and args.noise_level > 1:
@@ -126,6 +150,11 @@ def check_flow_args(args, **own: tuple[bool, str]) -> None:
         if not 0 <= start < stop <= last:
             need = f"0 <= START < STOP <= {last}, since the last of {args.num_steps} steps is never trained"
             raise InputError(f"--sde-window {start} {stop}: it must satisfy {need}")
+
+
+def model_options(args) -> dict:
+    """The options of real models that were given, by name."""
+    return {name: value for name, value in vars(args).items() if name in MODEL_OPTIONS and value is not None}
 
 
 def flag(name: str) -> str:

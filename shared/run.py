@@ -74,8 +74,8 @@ class Run:
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             settings = dataclasses.asdict(args) | {"output_dir": folder, "resume": None}
-            for name in ("prompts", "eval_prompts"):
-                if settings[name] and Path(settings[name]).exists():
+            for name in ("prompts", "eval_prompts", "model_path"):
+                if settings.get(name) and Path(settings[name]).exists():
                     settings[name] = str(Path(settings[name]).resolve())  # to be resumed from any folder
             text = json.dumps({"algorithm": args.algorithm} | settings, indent=2) + "\n"
             write_beside(path / "args.json", lambda file: file.write_text(text))

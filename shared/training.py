@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from shared.args import model_options
 from shared.errors import InputError
 from shared.policies import make_policy
 from shared.prompts import Prompt, load_prompts, sample_groups
@@ -71,10 +72,10 @@ def set_up(args, task: str | None = None) -> Setup:
     sample_groups(len(prompts), args.num_prompts, args.seed, 0)
     accelerator = Accelerator()
     share = own_groups(accelerator, args.num_prompts)
-    policy = make_policy(args.model, accelerator.device, task)
+    policy = make_policy(args.model, accelerator.device, task, model_options(args))
     rewards = make_rewards(args.reward, accelerator.device, task or "generation")
     for each in (prompts, eval_prompts):
-        policy.encode(each)
+        policy.check(each)
         check_prompts(rewards, each)
     return Setup(accelerator, prompts, eval_prompts, share, policy, rewards)
 

@@ -761,7 +761,7 @@ MUTANTS = [
         "weights.max(), share",
         UNEVEN,
     ),
-    Mutant(TRAINING + "set_up", "prompts are not checked", "policy.encode(each)", "pass", SET_UP),
+    Mutant(TRAINING + "set_up", "prompts are not checked", "policy.check(each)", "pass", SET_UP),
     Mutant(
         TRAINING + "prepare", "no weight decay", "weight_decay=args.weight_decay", "weight_decay=0.0", SET_UP
     ),
@@ -2163,5 +2163,90 @@ MUTANTS = [
         "self.average)",
         "self.parameters)",
         "test_training.test_ema_closed_form_and_swap",
+    ),
+]
+
+SD3 = "shared.policies.sd3."
+SAMPLED = "test_sd3.test_samples_are_those_of_the_pipeline"
+EMBEDDED = "test_sd3.test_embeddings_are_the_pipelines_and_do_not_depend_on_the_batch"
+ADAPTED = "test_sd3.test_only_the_lora_is_trained_and_all_of_it"
+EXPORTED = "test_sd3.test_an_exported_lora_makes_the_same_images_in_a_plain_pipeline"
+SD3_MUTANTS = [  # tried in test_sd3.py, where the packages of real models are
+    Mutant(
+        SD3 + "SD3Policy.velocity", "sigma is no timestep", "1000 * float(sigma)", "float(sigma)", SAMPLED
+    ),
+    Mutant(
+        SD3 + "SD3Policy.velocity",
+        "timesteps are integers",
+        "1000 * float(sigma), device",
+        "float(int(1000 * float(sigma))), device",
+        SAMPLED,
+    ),
+    Mutant(
+        SD3 + "SD3Policy.velocity",
+        "the halves change places",
+        "v_empty, v_prompt = v.chunk(2)",
+        "v_prompt, v_empty = v.chunk(2)",
+        SAMPLED,
+    ),
+    Mutant(
+        SD3 + "SD3Policy.velocity",
+        "guidance adds one prompt too much",
+        "return v_empty +",
+        "return v_prompt +",
+        SAMPLED,
+    ),
+    Mutant(
+        SD3 + "SD3Policy.velocity",
+        "no gradient through the empty prompt",
+        "v_empty, v_prompt = v.chunk(2)",
+        "v_empty, v_prompt = v.chunk(2)[0].detach(), v.chunk(2)[1]",
+        "test_sd3.test_guidance_has_gradient_through_both_halves",
+    ),
+    Mutant(
+        SD3 + "SD3Policy.velocity",
+        "the empty half is always there",
+        "self.guidance_scale != 1",
+        "True",
+        "test_sd3.test_a_half_of_the_rows_is_empty_prompts_only_with_guidance",
+    ),
+    Mutant(SD3 + "SD3Policy.decode", "the latents' shift", " + vae.config.shift_factor", "", SAMPLED),
+    Mutant(SD3 + "SD3Policy.decode", "the latents' scale", " / vae.config.scaling_factor", "", SAMPLED),
+    Mutant(
+        SD3 + "SD3Policy.decode",
+        "pixels are not cut off",
+        ".clamp(0, 1)",
+        "",
+        "test_sd3.test_noise_and_pixels",
+    ),
+    Mutant(
+        SD3 + "SD3Policy.sigmas",
+        "shifted once",
+        "self._pipeline.scheduler.sigmas.double().cpu()",
+        "(lambda s: 3 * s / (1 + 2 * s))(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64))",
+        "test_sd3.test_the_grid_is_the_schedulers",
+    ),
+    Mutant(
+        SD3 + "SD3Policy._embed",
+        "too few of T5's tokens",
+        "max_sequence_length=PROMPT_TOKENS",
+        "max_sequence_length=128",
+        EMBEDDED,
+    ),
+    Mutant(
+        SD3 + "SD3Policy.export",
+        "alpha is lost",
+        '"lora_alpha": config.lora_alpha',
+        '"lora_alpha": config.r',
+        EXPORTED,
+    ),
+    Mutant(SD3 + "SD3Policy.export", "peft's names", '.removeprefix("base_model.model.")', "", EXPORTED),
+    Mutant(SD3 + "add_lora", "weights that nothing uses", " and name != unused", "", ADAPTED),
+    Mutant(
+        SD3 + "add_lora",
+        "a LoRA of its own in every process",
+        "torch.manual_seed(0)",
+        "pass",
+        "test_sd3.test_policies_start_alike",
     ),
 ]

@@ -109,6 +109,13 @@ FLOW = {  # of the continuous algorithms
     "--sampler cps --noise-level 1.2": "at most 1 for --sampler cps",
     "--clip-range -0.2": "--clip-range -0.2: it must be above 0",
     "--clip-range 0": "above 0",
+    "--model-path ''": "--model-path '': it must be a folder or a hub id",
+    "--lora-rank 4": "--lora-rank is an option of real models (sd3.5-m), not of digits",
+    "--lora-rank 0": "--lora-rank 0: it must be at least 1",
+    "--resolution 0": "--resolution 0: it must be a multiple of 16",
+    "--resolution 40": "a multiple of 16",
+    "--guidance-scale 0.5": "--guidance-scale 0.5: it must be at least 1",
+    "--guidance-scale nan": "at least 1",
     "--prompts cats.txt --num-prompts 1": 'prompt "a cat" must name exactly one digit',
 }
 TP_ONLY = {
@@ -134,6 +141,7 @@ OP_ONLY = {
 }
 DFLOW_ONLY = {
     "--model digits": "model 'digits' is continuous: train it with",
+    "--model sd3.5-m": "model 'sd3.5-m' is continuous: train it with",
     "--model sd9": "unknown model 'sd9': known are digit-tokens, digit-tokens-masked, digit-tokens-timed",
     "--task understanding --reward label": "reward 'label' scores images",
     "--reward answer": "reward 'answer' scores answers",

@@ -3,14 +3,18 @@
 
 from functools import partial
 
+from shared.args import flag
 from shared.errors import InputError
 from shared.policies.digit_tokens import DigitTokensPolicy
 from shared.policies.digits import ASSETS, DigitsPolicy
+from shared.policies.sd3 import SD3Policy
 
 MODELS = {  # continuous
     "digits": DigitsPolicy,
     "digits-faithful": partial(DigitsPolicy, weights=ASSETS / "digits_faithful.safetensors"),
+    "sd3.5-m": SD3Policy,
 }
+REAL_MODELS = ("sd3.5-m",)  # they take options
 TOKEN_MODELS = {  # discrete
     "digit-tokens": DigitTokensPolicy,
     "digit-tokens-masked": partial(
@@ -22,12 +26,14 @@ TOKEN_MODELS = {  # discrete
 }
 
 
-def make_policy(model: str, device="cpu", task: str | None = None):
+def make_policy(model: str, device="cpu", task: str | None = None, options: dict | None = None):
     """The policy of a model by name, with its pretrained weights, on a device.
 
-    task: None for a continuous model; "generation" or "understanding" for a discrete one. Raises InputError
-    for an unknown name, and for a model of the other kind.
+    task: None for a continuous model; "generation" or "understanding" for a discrete one. options: of a real
+    model, as `model_options` gives them; the model has a default for each. Raises InputError for an unknown
+    name, for a model of the other kind, and for options of an embedded model.
     """
+    options = options or {}
     models, others = (MODELS, TOKEN_MODELS) if task is None else (TOKEN_MODELS, MODELS)
     if model in others:
         kind, files = (
@@ -38,4 +44,7 @@ def make_policy(model: str, device="cpu", task: str | None = None):
         raise InputError(f"model {model!r} is {kind}: train it with {files}, or use {', '.join(models)} here")
     if model not in models:
         raise InputError(f"unknown model {model!r}: known are {', '.join(models)}")
-    return models[model](device) if task is None else models[model](device, task=task)
+    if options and model not in REAL_MODELS:
+        given, real = flag(next(iter(options))), ", ".join(REAL_MODELS)
+        raise InputError(f"{given} is an option of real models ({real}), not of {model}")
+    return models[model](device, **options) if task is None else models[model](device, task=task)

@@ -138,6 +138,10 @@ class DigitTokensPolicy:
         """The grid of t of a sampler with num_steps steps, (num_steps + 1,) float64: uniform."""
         return torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
 
+    def check(self, prompts: list[Prompt]) -> None:
+        """Raise InputError if `encode` does not take the prompts."""
+        self.encode(prompts)
+
     def encode(self, prompts: list[Prompt]) -> dict[str, Tensor]:
         """The condition for B prompts, and "mask": True for the tokens to sample, here all.
 

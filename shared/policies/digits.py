@@ -69,6 +69,10 @@ class DigitsPolicy:
         """The sigma grid of a sampler with num_steps steps, (num_steps + 1,): linear."""
         return shifted_sigmas(num_steps)
 
+    def check(self, prompts: list[Prompt]) -> None:
+        """Raise InputError if `encode` does not take the prompts."""
+        self.encode(prompts)
+
     def encode(self, prompts: list[Prompt]) -> dict[str, Tensor]:
         """The network's condition for B prompts: {"label": (B,)}. Raises InputError if a prompt does not name
         one digit."""
