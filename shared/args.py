@@ -7,7 +7,18 @@ from typing import Literal
 
 from shared.errors import InputError
 
-MODEL_OPTIONS = ("model_path", "lora_rank", "resolution", "guidance_scale", "precision")  # of real models
+IMAGE_OPTIONS = (  # of real models
+    "model_path",
+    "resolution",
+    "guidance_scale",
+    "lora_rank",
+    "lora_targets",
+    "mixed_precision",
+    "gradient_checkpointing",
+    "text_encoders",
+    "vae_tiling",
+)
+MODEL_OPTIONS = {"sd3.5-m": IMAGE_OPTIONS, "wan2.1": (*IMAGE_OPTIONS, "num_frames")}
 
 
 @dataclass
@@ -83,16 +94,28 @@ class FlowArgs(RunArgs):
     model_path: str | None = None
     """Weights of a real model: a folder in diffusers' format, or a hub id. Default: the model's id on the hub
     (upstream: pretrained.model)."""
-    lora_rank: int | None = None
-    """Rank of the LoRA that is trained. Default: 32 (upstream: 32, in code)."""
-    resolution: int | None = None
-    """Height and width of the images in pixels. Default: 512 (upstream: resolution)."""
+    resolution: tuple[int, ...] | None = None
+    """Height and width in pixels, or one number for both (upstream: resolution, or height and width)."""
+    num_frames: int | None = None
+    """Frames of a video, 4 k + 1 (upstream: frames)."""
     guidance_scale: float | None = None
-    """Classifier-free guidance, in sampling and in training; 1: none. Default: 4.5
+    """Classifier-free guidance, in sampling and in training; 1: none
     (upstream: sample.guidance_scale and train.cfg)."""
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the frozen weights; those that are trained are float32. Default: bfloat16
-    (upstream: mixed_precision)."""
+    lora_rank: int | None = None
+    """Rank of the LoRA that is trained; alpha is twice the rank (upstream: 32 and 64, in code)."""
+    lora_targets: tuple[str, ...] | None = None
+    """Layers of the transformer that get one, by the end of their names. Default: the projections of
+    attention (upstream: in code)."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Dtype of the frozen weights: no is float32. What is trained is float32 (upstream: mixed_precision)."""
+    gradient_checkpointing: bool = False
+    """Compute activations anew in the backward pass: less memory, more time
+    (upstream: activation_checkpointing)."""
+    text_encoders: Literal["gpu", "cpu", "precomputed"] | None = None
+    """gpu: they come to the device for new prompts and leave it. cpu: they work on the CPU. precomputed: all
+    prompts are encoded before training, then they are freed."""
+    vae_tiling: bool = False
+    """Decode in tiles: less memory for large images and videos."""
 
 
 def check_args(args, **own: tuple[bool, str]) -> None:
@@ -125,7 +148,8 @@ def check_args(args, **own: tuple[bool, str]) -> None:
     for name, (holds, need) in bounds.items():
         if not holds:
             value = getattr(args, name)
-            raise InputError(f"{flag(name)} {repr(value) if value == '' else value}: it must be {need}")
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise InputError(f"{flag(name)} {repr(value) if value == '' else text}: it must be {need}")
 
 
 def check_flow_args(args, **own: tuple[bool, str]) -> None:
@@ -136,9 +160,18 @@ def check_flow_args(args, **own: tuple[bool, str]) -> None:
         "clip_range": (0 < args.clip_range < math.inf, "above 0"),
         "model_path": (args.model_path != "", "a folder or a hub id"),
         "resolution": (
-            args.resolution is None or (args.resolution > 0 and args.resolution % 16 == 0),
-            "a multiple of 16",
+            args.resolution is None
+            or (
+                len(args.resolution) in (1, 2)
+                and all(side > 0 and side % 16 == 0 for side in args.resolution)
+            ),
+            "one or two multiples of 16",
         ),
+        "num_frames": (
+            args.num_frames is None or (args.num_frames > 0 and args.num_frames % 4 == 1),
+            "4 k + 1: the VAE makes one latent frame of the first, and one of every four after it",
+        ),
+        "lora_targets": (args.lora_targets != (), "one or more names"),
         "lora_rank": (args.lora_rank is None or args.lora_rank >= 1, "at least 1"),
         "guidance_scale": (args.guidance_scale is None or 1 <= args.guidance_scale < math.inf, "at least 1"),
     }
@@ -154,7 +187,8 @@ def check_flow_args(args, **own: tuple[bool, str]) -> None:
 
 def model_options(args) -> dict:
     """The options of real models that were given, by name."""
-    return {name: value for name, value in vars(args).items() if name in MODEL_OPTIONS and value is not None}
+    names = MODEL_OPTIONS["wan2.1"]
+    return {n: value for n, value in vars(args).items() if n in names and value not in (None, False)}
 
 
 def flag(name: str) -> str:

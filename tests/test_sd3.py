@@ -46,7 +46,7 @@ def model_path() -> str:
 
 
 def make(**options) -> SD3Policy:
-    options = {"resolution": RESOLUTION, "lora_rank": 4, "precision": "float32"} | options
+    options = {"resolution": (RESOLUTION,), "lora_rank": 4, "mixed_precision": "no"} | options
     return SD3Policy(model_path=model_path(), **options)
 
 
@@ -140,7 +140,7 @@ def test_embeddings_are_the_pipelines_and_do_not_depend_on_the_batch():
 
 
 def test_noise_and_pixels():
-    policy = make(resolution=48)
+    policy = make(resolution=(48,))
     noise = policy.noise(2, torch.Generator().manual_seed(3))
     expected = torch.randn((2, 16, 6, 6), generator=torch.Generator().manual_seed(3))
     assert torch.equal(noise, expected)
@@ -150,13 +150,13 @@ def test_noise_and_pixels():
     assert torch.equal(policy.decode(noise)[1:], policy.decode(noise[1:]))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_only_the_lora_is_trained_and_all_of_it(precision):
+@pytest.mark.parametrize("mixed_precision, dtype", [("no", torch.float32), ("bf16", torch.bfloat16)])
+def test_only_the_lora_is_trained_and_all_of_it(mixed_precision, dtype):
     """Upstream also adapts the last block's text queries, which the output does not use."""
-    policy = make(precision=precision)
+    policy = make(mixed_precision=mixed_precision)
     weights = trained_weights(policy)
     base = [p for p in policy.module.parameters() if not p.requires_grad]
-    assert {p.dtype for p in base} == {policy.dtype} == {getattr(torch, precision)}
+    assert {p.dtype for p in base} == {policy.dtype} == {dtype}
     assert {p.dtype for p in weights.values()} == {torch.float32}
     names = {name.removeprefix("base_model.model.transformer_blocks.").split(".lora_")[0] for name in weights}
     unused = {"2.attn.add_q_proj", "2.attn.to_add_out"}
@@ -240,9 +240,9 @@ def run(name, output_dir, **options):
     small = {
         "model": "sd3.5-m",
         "model_path": model_path(),
-        "resolution": RESOLUTION,
+        "resolution": (RESOLUTION,),
         "lora_rank": 4,
-        "precision": "float32",
+        "mixed_precision": "no",
         "prompts": str(output_dir.parent / "prompts.txt"),
         "reward": "jpeg",
         "num_iterations": 2,
@@ -298,7 +298,7 @@ def test_ratios_are_one_in_16_bits(name, tmp_path, few_tokens, monkeypatch):
     options = {
         "storage_dtype": "bfloat16",
         "model_path": "sd3.5-m",
-        "precision": "bfloat16",
+        "mixed_precision": "bf16",
         "micro_batch_size": 3,
     }
     history, _ = run(name, tmp_path / "run", num_iterations=2, guidance_scale=1.0, ratio="per_dim", **options)
@@ -308,8 +308,8 @@ def test_ratios_are_one_in_16_bits(name, tmp_path, few_tokens, monkeypatch):
 
 
 def test_options_reach_the_model():
-    options = {"model_path": model_path(), "lora_rank": 3, "resolution": 48, "guidance_scale": 2.0}
-    policy = make_policy("sd3.5-m", "cpu", None, options | {"precision": "float32"})
+    options = {"model_path": model_path(), "lora_rank": 3, "resolution": (48,), "guidance_scale": 2.0}
+    policy = make_policy("sd3.5-m", "cpu", None, options | {"mixed_precision": "no"})
     assert policy.latent_shape == (16, 6, 6) and policy.guidance_scale == 2.0
     assert policy.dtype == torch.float32 and policy.device == torch.device("cpu")
     config = policy.module.peft_config["default"]

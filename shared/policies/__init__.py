@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from shared.args import flag
+from shared.args import MODEL_OPTIONS, flag
 from shared.errors import InputError
 from shared.policies.digit_tokens import DigitTokensPolicy
 from shared.policies.digits import ASSETS, DigitsPolicy
@@ -14,7 +14,6 @@ MODELS = {  # continuous
     "digits-faithful": partial(DigitsPolicy, weights=ASSETS / "digits_faithful.safetensors"),
     "sd3.5-m": SD3Policy,
 }
-REAL_MODELS = ("sd3.5-m",)  # they take options
 TOKEN_MODELS = {  # discrete
     "digit-tokens": DigitTokensPolicy,
     "digit-tokens-masked": partial(
@@ -31,7 +30,7 @@ def make_policy(model: str, device="cpu", task: str | None = None, options: dict
 
     task: None for a continuous model; "generation" or "understanding" for a discrete one. options: of a real
     model, as `model_options` gives them; the model has a default for each. Raises InputError for an unknown
-    name, for a model of the other kind, and for options of an embedded model.
+    name, for a model of the other kind, and for options that the model does not have.
     """
     options = options or {}
     models, others = (MODELS, TOKEN_MODELS) if task is None else (TOKEN_MODELS, MODELS)
@@ -44,7 +43,8 @@ def make_policy(model: str, device="cpu", task: str | None = None, options: dict
         raise InputError(f"model {model!r} is {kind}: train it with {files}, or use {', '.join(models)} here")
     if model not in models:
         raise InputError(f"unknown model {model!r}: known are {', '.join(models)}")
-    if options and model not in REAL_MODELS:
-        given, real = flag(next(iter(options))), ", ".join(REAL_MODELS)
-        raise InputError(f"{given} is an option of real models ({real}), not of {model}")
+    for name in options:
+        if name not in MODEL_OPTIONS.get(model, ()):
+            having = ", ".join(other for other, names in MODEL_OPTIONS.items() if name in names)
+            raise InputError(f"{flag(name)} is an option of {having}, not of {model}")
     return models[model](device, **options) if task is None else models[model](device, task=task)

@@ -29,11 +29,11 @@ class SD3Policy:
 
     model_path: a folder in diffusers' format, or an id of the hub.
     lora_rank: r of the LoRA, whose output counts alpha / r = 2 times, as in Flow-GRPO.
-    resolution: height and width of the images in pixels, a multiple of 16.
+    resolution: height and width of the images in pixels, multiples of 16; or one number for both.
     guidance_scale: w of classifier-free guidance v = v(empty prompt) + w (v(prompt) - v(empty prompt)), in
         sampling and in training, with gradient through both; 1 is v(prompt), without the other half.
-    precision: dtype of the frozen transformer and of the text encoders, "float32" or "bfloat16". The LoRA,
-        the velocity and the VAE are float32.
+    mixed_precision: dtype of the frozen transformer and of the text encoders, "no" (float32) or "bf16". The
+        LoRA, the velocity and the VAE are float32.
     """
 
     def __init__(
@@ -42,16 +42,17 @@ class SD3Policy:
         model_path: str = HUB_ID,
         lora_rank: int = 32,
         lora_targets: tuple[str, ...] = LORA_TARGETS,
-        resolution: int = 512,
+        resolution: tuple[int, ...] = (512, 512),
         guidance_scale: float = 4.5,
-        precision: str = "bfloat16",
+        mixed_precision: str = "bf16",
     ):
         self.device, self.guidance_scale = torch.device(device), guidance_scale
-        self.dtype = getattr(torch, precision)
+        self.dtype = {"no": torch.float32, "bf16": torch.bfloat16}[mixed_precision]
         self._pipeline = load_pipeline(model_path, self.dtype)
         self._pipeline.vae.enable_slicing()  # image by image: the memory of one, the same pixels in any batch
-        side = resolution // self._pipeline.vae_scale_factor
-        self.latent_shape = (self._pipeline.transformer.config.in_channels, side, side)
+        sides = (resolution[0], resolution[-1])
+        height, width = (side // self._pipeline.vae_scale_factor for side in sides)
+        self.latent_shape = (self._pipeline.transformer.config.in_channels, height, width)
         self.module = self._lora = add_lora(self._pipeline.transformer, lora_rank, lora_targets)
         self._pipeline.to(self.device)
         self._embeddings = functools.lru_cache(PROMPTS_KEPT)(self._embed)
